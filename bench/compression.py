@@ -4,7 +4,7 @@
     python bench/compression.py --only int8 onebit --rounds 40
     python bench/compression.py --quick             1 M float32, 3 rounds
 
-Every kernel takes its turn once in a round, and behind it a copy that reads and writes as many
+Every kernel runs once in a round, followed by a copy that reads and writes as many
 bytes as the kernel has to (half of their sum in, half out), in the faster of two ways: torch's
 `copy_`, or past the cache. "x copy" is how much longer the kernel takes, by the minima and by the
 medians over all rounds. A selection has torch.topk beside it instead, and "x faster" is how much

@@ -5,7 +5,7 @@
 On one host both have a trainer and two processes that make batches; they differ in how a batch gets
 from one to the other. Then two more data workers are on a second host (a network namespace), which
 a DataLoader cannot use. With fewer cores than processes a second host adds none here: "waiting"
-stands for augmentation on cores that are there, by sleeping as long as it would take.
+simulates augmentation on free cores, by sleeping as long as it would take.
 """
 
 from __future__ import annotations

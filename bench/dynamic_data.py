@@ -1,4 +1,4 @@
-"""How long an epoch takes when one worker is slower than the others, beside the ideal.
+"""Time of an epoch when one worker is slower than the other workers, compared with the ideal.
 
     python bench/dynamic_data.py                     2 and 4 workers, the last one 2 x slower
     python bench/dynamic_data.py --factor 4 --workers 4
@@ -7,11 +7,11 @@
 A sample takes so many milliseconds, in which the worker sleeps: computing for longer, without a
 core. The ideal is all work divided by all speeds: those that were asked for, without a step of
 training in it; and in parentheses the measured ones of the same workers where each has its own half
-and nobody waits ("async, shard", which is the first). Contenders:
+and no worker waits ("async, shard", which is the first). Contenders:
 equal parts (mode "shard"), leases (mode "dynamic", at pace async), and parts of each global batch
 by speed (batch="auto", at pace allreduce); "cost" has samples that take 1 to 8 times as long, in
-order. The first epoch, in which speeds are found out, is told apart from those behind it. Writes
-dynamic_data.json.
+order. The first epoch, which measures the speeds, is reported separately from the later ones.
+Writes dynamic_data.json.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def train(plan: dict[str, Any], out: Path) -> None:
 
 
 def measure(plan: dict[str, Any]) -> dict[str, Any]:
-    """Run one job; return the seconds of each epoch, the ideal, and who took how much."""
+    """Run one job; return the seconds of each epoch, the ideal, and the samples of each worker."""
     with tempfile.TemporaryDirectory(prefix="paceline-dynamic-") as directory:
         out = Path(directory)
         command = [sys.executable, "-m", "paceline", "run", "-n", str(len(plan["factors"]))]
@@ -89,11 +89,11 @@ def measure(plan: dict[str, Any]) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{done.stdout}{done.stderr}\nended with code {done.returncode}")
-        told = [
+        reported = [
             json.loads((out / f"{rank}.json").read_text(encoding="utf-8"))
             for rank in range(len(plan["factors"]))
         ]
-    epochs = list(zip(*told, strict=True))
+    epochs = list(zip(*reported, strict=True))
     seconds = [max(e for _, e, _ in one) - min(s for s, _, _ in one) for one in epochs]
     samples = plan["samples"]
     with_cost = plan["options"].get("cost")

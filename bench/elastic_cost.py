@@ -1,4 +1,4 @@
-"""What it costs to be ready for losses, when nobody is lost.
+"""The cost of elasticity when no worker is lost.
 
     python bench/elastic_cost.py
     python bench/elastic_cost.py --rounds 3 --width 2048 --batch 256

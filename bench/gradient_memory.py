@@ -101,7 +101,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     if options.keep == "yes" and not _core.keep_freed_memory():
-        sys.exit("malloc cannot be told to keep freed memory here")
+        sys.exit("this malloc has no setting that keeps freed memory")
     pl.init()
     print(f"{options.model}, freed memory kept: {options.keep}")
     measure(options.model, options.rounds)

@@ -58,7 +58,7 @@ def start(session: Session, cable: Cable) -> list[Runner]:
 
 
 def line_rate() -> Runner:
-    """The time that the line itself needs: what everybody is compared with."""
+    """The time that the link itself needs: the baseline of all contenders."""
 
     def measure(plan: Plan, _: int) -> list[float]:
         return [plan.num_bytes * 8 / (_RATE_MBIT * 1e6)]

@@ -1,4 +1,4 @@
-"""Every pace beside the others: final loss, slow workers, slow links, throughput and bytes.
+"""All paces compared: final loss, slow workers, slow links, throughput and bytes.
 
     python bench/paces.py                                all parts; those with links need root
     python bench/paces.py --quick                        a smoke test: its figures mean nothing
@@ -26,7 +26,7 @@ _RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def choose_rows(wanted: str) -> tuple[list[table.Row], list[str]]:
-    """Return the rows to run, the reference always among them, and who is left out."""
+    """Return the rows to run, always with the reference, and the ones that are left out."""
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     rows = table.choose([table.REFERENCE, *names] if names else [])
     return table.known(rows)
@@ -38,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few steps, one seed")
     parser.add_argument("--only", choices=PARTS, action="append", help="may be given several times")
-    parser.add_argument("--paces", default="", help="labels or words, with commas; default: all")
+    parser.add_argument("--paces", default="", help="labels or names, with commas; default: all")
     parser.add_argument("--seeds", type=int, default=5, help="of the reference, for the noise")
     parser.add_argument("--pace-seeds", type=int, help="of every other pace (default: 3)")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="where the results go")

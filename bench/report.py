@@ -76,7 +76,7 @@ def _training(steps: int, workers: int, rng: random.Random) -> Iterator[Timed]:
     now_s = 3.0
     for step in range(1, steps + 1):
         # Worker 2 reads from a slow disk in the middle of the run; the last one always computes
-        # a little longer than the others.
+        # a little longer than the other workers.
         local = []
         for worker in range(workers):
             input_s = rng.uniform(0.0005, 0.002)
@@ -144,7 +144,9 @@ def _tables(
                 age = max(0, round(rng.gauss(usual, 1.4)))
                 ages[age] = ages.get(age, 0) + 1
             slow = {workers - 1: 0.008 * steps, 2: 0.004 * steps}
-            waited = {who: s * rng.uniform(0.6, 1) for who, s in slow.items() if who != worker}
+            waited = {
+                other: s * rng.uniform(0.6, 1) for other, s in slow.items() if other != worker
+            }
             reports.append(WorkerReport(worker, steps, ages, waited))
         yield end_s, TableReport("model", server, steps * workers, tuple(reports))
 
@@ -165,8 +167,10 @@ def write_run(directory: Path, events: list[Timed]) -> None:
         "python_version": ("3.12.3", "found"),
         "torch_version": ("2.13.0", "found"),
     }
-    told = {name: {"value": value, "origin": origin} for name, (value, origin) in settings.items()}
-    (directory / "config.json").write_text(json.dumps(told))
+    reported = {
+        name: {"value": value, "origin": origin} for name, (value, origin) in settings.items()
+    }
+    (directory / "config.json").write_text(json.dumps(reported))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@
 A small model trains (bench/chaos_runs/train.py); every few seconds a random process of one role is
 killed with SIGKILL and replaced. For each kill: the time from the kill to the end of the longest
 pause between two steps that follows, on the survivor for which that took longest. So a step that
-was almost done when the kill came does not count as the first one behind it.
+was almost done when the kill came does not count as the first one after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WINDOW_S = 2.5  # a pause that begins later has another cause
 
 
 def resume_s(diaries: list[list[float]], kill_s: float) -> float | None:
-    """Return how long after a kill all survivors went on; None when nobody survived it."""
+    """Return how long after a kill all survivors resumed; None if no worker survived it."""
     found = []
     for times in diaries:
         if not times or times[0] > kill_s - 0.5 or times[-1] < kill_s + _WINDOW_S:

@@ -8,7 +8,7 @@
 // with the seconds of each sample, from the common start until all ranks have finished. While no
 // line comes, all ranks sleep in read(): other contenders have the machine to themselves.
 //
-//   mode 0  in place, two phases: reduce my share, barrier, copy the shares of the others
+//   mode 0  in place, two phases: reduce my share, barrier, copy the other ranks' shares
 //   mode 1  one pass: every rank adds everything into its own output, with streaming stores
 //   mode 2  the owner of a share reads it from all inputs and writes the sum into all of them
 //   mode 3  the same into separate outputs, with streaming stores

@@ -5,9 +5,9 @@
     sudo python bench/slow_network.py --rates 50 --paces allreduce local:8
 
 An MLP of 25 M parameters, SGD, two workers with one thread each, in two network namespaces joined
-by a cable that is shaped with tbf. Two processes that know nobody are the ceiling. A pace that this
-version does not know is left out with a line; who does not finish a turn is ended, and the others
-go on. The namespaces vanish with this process.
+by a cable that is shaped with tbf. Two independent processes are the ceiling. A pace that this
+version does not know is left out with a line. A contender that does not finish a turn is stopped,
+and the others continue. The namespaces vanish with this process.
 """
 
 from __future__ import annotations

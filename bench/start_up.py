@@ -71,12 +71,12 @@ def run_once(script: Path, workers: int, options: list[str]) -> Sample:
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr}")
-    told = [line.split("up ")[1].split() for line in done.stdout.splitlines() if "up " in line]
-    assert len(told) == workers, done.stdout
+    reported = [line.split("up ")[1].split() for line in done.stdout.splitlines() if "up " in line]
+    assert len(reported) == workers, done.stdout
     return Sample(
-        up_s=max(float(at_s) for at_s, _ in told) - started_s,
+        up_s=max(float(at_s) for at_s, _ in reported) - started_s,
         busy_s=_busy_s() - before,
-        memory_bytes=1024 * sum(int(pss) for _, pss in told),
+        memory_bytes=1024 * sum(int(pss) for _, pss in reported),
     )
 
 

@@ -82,8 +82,8 @@ def main() -> None:
     found, lines = measure(options)
     figures.show(lines, "Figures")
     versions = {library: metadata.version(library) for library in ("paceline", "torch")}
-    told = {key: str(value) for key, value in vars(options).items()}
-    content = {"machine": facts, "options": told, "versions": versions, "found": found}
+    reported = {key: str(value) for key, value in vars(options).items()}
+    content = {"machine": facts, "options": reported, "versions": versions, "found": found}
     print(f"written to {write_json(name, content, options.out)}")
 
 

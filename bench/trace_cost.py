@@ -47,7 +47,7 @@ def work(model: str, rounds: int, steps: int, out: Path) -> None:
     net = task.model()
     net, optimizer = pl.distribute(net, torch.optim.SGD(net.parameters(), lr=1e-3))
     x, y = task.make_batch(task.batch)
-    told: dict[str, list[float]] = {"off": [], "on": []}
+    reported: dict[str, list[float]] = {"off": [], "on": []}
 
     def turn(name: str, count: int) -> None:
         tracer.stop()
@@ -64,18 +64,18 @@ def work(model: str, rounds: int, steps: int, out: Path) -> None:
             optimizer.step()
         took = torch.tensor([(time.perf_counter() - start_s) / count], dtype=torch.float64)
         pl.world().all_reduce(took, "max")
-        told[name].append(float(took))
+        reported[name].append(float(took))
         time.sleep(_REST_S)
 
-    for name in told:
+    for name in reported:
         turn(name, max(1, steps // 10))
-        told[name].clear()
+        reported[name].clear()
     for number in range(rounds):
         for name in ("off", "on") if number % 2 else ("on", "off"):
             turn(name, steps)
     tracer.stop()
     if pl.rank() == 0:
-        out.write_text(json.dumps(told), encoding="utf-8")
+        out.write_text(json.dumps(reported), encoding="utf-8")
 
 
 def compare(model: str, rounds: int, steps: int) -> dict[str, Any]:
@@ -146,8 +146,8 @@ def main() -> None:
     lines.append(("a place that does not record", "", f"{look_ns():.0f} ns"))
     figures.show(lines, "Figures")
     versions = {library: metadata.version(library) for library in ("paceline", "torch")}
-    told = {key: str(value) for key, value in vars(options).items()}
-    content = {"machine": facts, "options": told, "versions": versions, "found": found}
+    reported = {key: str(value) for key, value in vars(options).items()}
+    content = {"machine": facts, "options": reported, "versions": versions, "found": found}
     print(f"written to {write_json('trace-cost', content, options.out)}")
 
 

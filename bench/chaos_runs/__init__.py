@@ -1,1 +1,1 @@
-"""What `bench/chaos.py` runs: a training, and somebody who kills its processes."""
+"""What `bench/chaos.py` runs: a training, and a process that kills its processes."""

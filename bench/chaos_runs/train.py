@@ -31,9 +31,9 @@ class Diary:
         path = directory / f"{os.getpid()}.txt"
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    def note(self, *words: object) -> None:
+    def note(self, *parts: object) -> None:
         """Write one line; a killed process loses none that was written."""
-        os.write(self._fd, (" ".join(map(str, (time.time(), *words))) + "\n").encode())
+        os.write(self._fd, (" ".join(map(str, (time.time(), *parts))) + "\n").encode())
 
 
 def load(copies: int) -> tuple[TensorDataset, TensorDataset]:
@@ -70,7 +70,9 @@ def main() -> None:
     loader = DataLoader(train, arguments.batch, shuffle=True, drop_last=True)
     diary, job, epoch = Diary(arguments.diary), current(), 0
     where = [job.env.coordinator, job.env.secret_file, job.env.job_id]
-    (arguments.diary / "job.json").write_text(json.dumps(where))  # for whoever kills
+    (arguments.diary / "job.json").write_text(
+        json.dumps(where)
+    )  # read by bench/chaos.py, which kills
     while job.steps_done < arguments.steps:
         for x, y in pl.shard(loader, epoch=epoch, seed=arguments.seed):
             diary.note("batch", len(x))

@@ -1,8 +1,8 @@
 """Kills processes of a running job at random: workers, servers and the coordinator.
 
-One exception: whoever alone has the state of the training, the last worker of an all-reduce job
-(or the last that has done a step, if the others have only just come) or the only copy of a
-partition. After those a job needs a checkpoint, whatever it does.
+Exception: the only process with the state of the training is not killed. That is the last worker of
+an all-reduce job (or the last one that has done a step, if the others have just joined), or the
+only copy of a partition. After its loss a job can only resume from a checkpoint.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Killer:
         return True
 
     def _is_alive(self, pid: int) -> bool:
-        """Say whether a member is there; of one that was killed the others may not know yet."""
+        """Return whether a member is alive; the job may not have noticed a kill yet."""
         if any(pid == killed for *_, killed in self.kills):
             return False
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ class Killer:
         return False
 
     def _has_state(self, member: Member) -> bool:
-        """Say whether a worker has done a step, and is there to tell of it."""
+        """Return whether a worker has done a step and is alive."""
         with contextlib.suppress(OSError):
             noted = (self._diary / f"{member.pid}.txt").read_text()
             return self._is_alive(member.pid) and " step " in noted

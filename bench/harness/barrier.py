@@ -31,7 +31,7 @@ class SpinBarrier:
         self._turn = 0
 
     def arrive(self) -> None:
-        """Tell the others that this rank is here, without waiting for them."""
+        """Announce this rank without waiting for the other ranks."""
         self._turn += 1
         self._words[self._mine] = self._turn
 

@@ -43,7 +43,7 @@ def with_servers(num_workers: int, num_servers: int) -> Process:
 
 
 def in_private_network(name: str, command: Sequence[str]) -> list[str]:
-    """Return the command in a network of its own, where nobody else can reach its ports."""
+    """Return the command in its own network namespace, where no other process reaches its ports."""
     unshare = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
     return [*unshare, "sh", "-c", _PRIVATE_NETWORK, name, *command]
 
@@ -63,7 +63,7 @@ def optional(peers: Path, world: int, scratch: Path) -> tuple[list[RankSet], lis
 
 
 def rank_variables(rank: int, world: int, scratch: Path, name: str) -> dict[str, str]:
-    """Return what tells one process its place, in the form that most programs understand."""
+    """Return the environment that gives one process its rank, as most programs expect it."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),

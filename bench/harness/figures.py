@@ -11,7 +11,7 @@ PEERS = ("openmpi", "mpich", "deepspeed")
 
 
 def against(section: Section, ours: str, theirs: Sequence[str]) -> str:
-    """Say how many times faster `ours` is than the best of `theirs`, at the worst size."""
+    """Return how many times faster `ours` is than the best of `theirs`, at the worst size."""
     by_size: dict[int, dict[str, dict[str, Any]]] = {}
     for row in section.rows:
         by_size.setdefault(row["bytes"], {})[row["contender"]] = row

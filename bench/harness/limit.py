@@ -14,7 +14,7 @@ _SOURCE = Path(__file__).resolve().parent.parent / "shm_limit.cc"
 
 
 def compile_limit(scratch: Path, source: Path = _SOURCE) -> Path:
-    """Build the program; raises ContenderFailed with the compiler's words."""
+    """Build the program; raise ContenderFailed with the compiler's output."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise ContenderFailed("limit: no C++ compiler found (set CXX)")

@@ -1,7 +1,7 @@
 """Two network namespaces joined by a virtual cable, for measuring as if between two machines.
 
 The namespaces have no names: each lives as long as a process that holds it, which in turn ends with
-the pipe to this one. So nothing is left behind, even after a kill -9. Root only.
+the pipe to this one. So nothing remains, even after a kill -9. Root only.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def num_elements(op: str, count: int, world: int) -> tuple[int, int]:
 def is_right(
     op: str, source: Array, target: Array, rank: int, world: int, seed: int, calls: int
 ) -> bool:
-    """Compare what the operation left behind with what it should have."""
+    """Compare the result of the operation with the expected one."""
     part = target.size // world
     if op in ("all_reduce", "all_reduce_out"):
         repeats = calls if op == "all_reduce" else 1

@@ -28,7 +28,7 @@ _TURN_S = 180.0
 
 
 class ContenderFailed(Exception):
-    """A contender could not start or did not finish a turn; the others go on without it."""
+    """A contender could not start or did not finish a turn; the others continue without it."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Say on what, and how busy it was: figures do not carry to another machine or hour."""
+    """Return the machine and its load: figures are not valid for another machine or hour."""
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return {

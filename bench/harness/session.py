@@ -1,4 +1,4 @@
-"""A run: starts the contenders side by side, says who is missing, stops them whatever happens."""
+"""A run: starts the contenders side by side, prints which are missing, and always stops them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Session:
         self._started: list[_Stoppable] = []
 
     def __enter__(self) -> Session:
-        # Being told to end must run the clean-up as well.
+        # A SIGTERM must run the clean-up as well.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
@@ -51,11 +51,11 @@ class Session:
         return ranks
 
     def keep(self, ranks: Sequence[RankSet]) -> None:
-        """Take over what somebody else has started."""
+        """Take over contenders that were started elsewhere."""
         self._started.extend(ranks)
 
     def wait_until_ready(self, sets: Sequence[RankSet]) -> dict[str, RankSet]:
-        """Return by name those that came up; say why the others did not."""
+        """Return by name those that started; print why the others did not."""
         return {ranks.name: ranks for ranks in sets if _comes_up(ranks)}
 
 

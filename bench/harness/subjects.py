@@ -174,7 +174,7 @@ class PlainTcp(Mpi):
     An all-reduce of two ranks sends as many bytes in each direction. Nothing is added up here.
     """
 
-    _PORT = 18515  # in a network namespace of its own, so nobody else can have it
+    _PORT = 18515  # in a separate network namespace, so it is free
 
     def __init__(self) -> None:
         self.rank, self.world, self.version = int(os.environ["RANK"]), 2, "plain sockets"
@@ -190,7 +190,7 @@ class PlainTcp(Mpi):
             with suppress(ConnectionRefusedError):
                 return socket.create_connection((host, self._PORT))
             time.sleep(0.1)
-        raise TimeoutError(f"nobody listens at {host}:{self._PORT} after 60 s")
+        raise TimeoutError(f"no process listens at {host}:{self._PORT} after 60 s")
 
     def bind(self, op: str, source: Any, target: Any) -> Call:
         if op != "exchange":

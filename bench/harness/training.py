@@ -66,7 +66,7 @@ class Contender:
         try:
             answers = self.ranks.ask(request)
         except ContenderFailed:
-            self.ranks.stop()  # it may still use the cores and the link, which the others need
+            self.ranks.stop()  # it may still use the cores and the link of the other contenders
             raise
         if kind_of(self.name).is_coordinated and len({a["checksum"] for a in answers}) > 1:
             raise self.ranks.failure("the workers' parameters differ after a turn")
@@ -77,8 +77,8 @@ class Contender:
                 self.parked_share = max(self.parked_share, share)
         spans = [answer["spans"] for answer in answers]
         if plan.samples:
-            told = [answer["sent"] for answer in answers if "sent" in answer]
-            self.sent += [statistics.fmean(told) / plan.samples] if told else []
+            reported = [answer["sent"] for answer in answers if "sent" in answer]
+            self.sent += [statistics.fmean(reported) / plan.samples] if reported else []
             self.turns_s.append(max((s[-1][1] - s[0][0]) / len(s) for s in spans))
         steps = zip(*spans, strict=True)
         return [max(end - start for start, end in step) for step in steps]
@@ -88,7 +88,7 @@ class Contender:
 
 
 def launch(work: Work, name: str, number: int, scratch: Path) -> RankSet:
-    """Start the workers of one contender; `number` tells it from the others of this comparison."""
+    """Start the workers of one contender; `number` identifies it within this comparison."""
     what = {"BENCH_MODEL": work.model, "BENCH_OPTIMIZER": work.optimizer}
     kind, module = kind_of(name), "harness.training_rank"
     world = 1 if kind.is_alone else work.world
@@ -146,7 +146,7 @@ def compare(work: Work, names: Sequence[str], *, rounds: int, steps: int) -> lis
 
 
 def doubts(contenders: Sequence[Contender]) -> list[str]:
-    """Say what makes these figures questionable."""
+    """Return the reasons to doubt these figures."""
     lines = [
         f"{one.label}: used {one.parked_share:.0%} of a core while others were measured"
         for one in contenders
@@ -155,8 +155,8 @@ def doubts(contenders: Sequence[Contender]) -> list[str]:
     # Same model, same samples, same number of steps: all that exchange gradients learn the same.
     losses = {c.label: c.losses[0] for c in contenders if kind_of(c.name).is_coordinated}
     if losses and max(losses.values()) > min(losses.values()) * (1 + _SAME_LOSS):
-        told = ", ".join(f"{label} {loss:.4f}" for label, loss in losses.items())
-        lines.append(f"losses after {_FIRST_STEPS} steps differ: {told}")
+        reported = ", ".join(f"{label} {loss:.4f}" for label, loss in losses.items())
+        lines.append(f"losses after {_FIRST_STEPS} steps differ: {reported}")
     return lines
 
 

@@ -45,7 +45,7 @@ class Kind:
 
     @property
     def is_free(self) -> bool:
-        """Whether each worker goes on whatever the others do."""
+        """Whether each worker continues without waiting for the other workers."""
         return not self.library or self._word in ("async", "ssp")
 
     @property
@@ -141,8 +141,8 @@ class Worker:
         if kind.hook == "fp16":
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif kind.hook == "powersgd":
-            # Plain all-reduce in the first two steps, which nobody counts: DDP forms its buckets
-            # anew behind the first one, and the hook keeps state by bucket.
+            # Plain all-reduce in the first two steps, which are not measured: DDP rebuilds its
+            # buckets after the first one, and the hook keeps state by bucket.
             state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=1, start_powerSGD_iter=2
             )

@@ -4,7 +4,7 @@
 
 Between turns this process sleeps in a read on a Unix socket and says in its next answer how much
 CPU it used nevertheless. Workers that do not communicate keep training until the slowest of them
-has done its steps, so that nobody's last steps have the machine for themselves.
+has done its steps, so that no worker does its last steps on an idle machine.
 """
 
 from __future__ import annotations

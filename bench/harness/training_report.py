@@ -69,7 +69,7 @@ class Comparison:
         return {"title": self.work.title, "rows": rows}
 
     def overhead_lines(self) -> list[tuple[str, str, str]]:
-        """Say what each contender adds to a step of the better ceiling."""
+        """Return what each contender adds to a step of the better ceiling."""
         references = [name for name in (CEILING, KEPT) if name in self._contenders]
         if not references:
             return []
@@ -80,9 +80,11 @@ class Comparison:
             added = {
                 by: self.times(name)[by] - min(self.times(r)[by] for r in references) for by in _BY
             }
-            told = ", ".join(f"{seconds * 1e3:.2f} ms by {by}" for by, seconds in added.items())
+            reported = ", ".join(f"{seconds * 1e3:.2f} ms by {by}" for by, seconds in added.items())
             share = f"{added['median'] / 0.1:.1%} of a step of 100 ms"
-            lines.append((f"{one.label}, {self.work.optimizer}", "goal < 3 %", f"{told}; {share}"))
+            lines.append(
+                (f"{one.label}, {self.work.optimizer}", "goal < 3 %", f"{reported}; {share}")
+            )
         return lines
 
 

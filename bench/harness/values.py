@@ -1,4 +1,4 @@
-"""Fresh values for every sample, and the check that a collective left the right ones behind.
+"""Fresh values for every sample, and the check of the result of a collective.
 
 Element i of what `owner` writes is i % 16381 + bias(owner, seed). The period is a prime, so that
 blocks which land in the wrong place are noticed; all sums are small integers, exact in float32 in

@@ -137,7 +137,7 @@ def pipeline(model: Gpt, microbatches: int) -> tuple[Step, Optimizer]:
 
 
 def stage_alone(model: Gpt, rank: int, microbatches: int) -> tuple[Step, Optimizer]:
-    """One stage's share of a pipelined step with nobody to wait for: what a step takes at best."""
+    """One stage's share of a pipelined step without waiting: the lower bound of a step."""
     module = half(model, rank)
     optimizer = adamw(list(module.parameters()))
     width = model.norm.normalized_shape[0]

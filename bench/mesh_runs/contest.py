@@ -115,16 +115,16 @@ def _try_turn(one: Contender, batch: int, steps: int) -> None:
         one.turn(batch, steps)
     except ContenderFailed as failure:
         print(f"  {failure}", flush=True)
-        one.ranks.stop()  # it may still use the cores, which the others need
+        one.ranks.stop()  # it may still use the cores, which the other contenders need
 
 
 def doubts(contenders: Sequence[Contender], batch: int) -> list[str]:
-    """Say what makes these figures questionable: contenders that did not compute the same."""
+    """Return the reasons to doubt these figures: contenders that did not compute the same."""
     losses = {c.name: c.losses[batch] for c in contenders if c.kind.is_coordinated}
     if not losses or max(losses.values()) <= min(losses.values()) * (1 + _SAME_LOSS):
         return []
-    told = ", ".join(f"{name} {loss:.5f}" for name, loss in losses.items())
-    return [f"batch {batch}: losses after {_FIRST_STEPS} steps differ: {told}"]
+    reported = ", ".join(f"{name} {loss:.5f}" for name, loss in losses.items())
+    return [f"batch {batch}: losses after {_FIRST_STEPS} steps differ: {reported}"]
 
 
 def memory_of(work: Work, name: str, batch: int) -> list[dict[str, Any]]:

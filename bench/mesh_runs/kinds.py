@@ -1,4 +1,4 @@
-"""The contenders of each comparison: who does it, over what, and with which options."""
+"""The contenders of each comparison: library, transport and options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Kind:
 
     @property
     def is_coordinated(self) -> bool:
-        """Whether its loss must be that of the others."""
+        """Whether its loss must equal that of the other contenders."""
         return self.way != "alone"
 
     @property
@@ -88,7 +88,7 @@ class Place:
 
 
 def build(kind: Kind, place: Place) -> tuple[Step, Optimizer]:
-    """Join the others and make the same model train with them."""
+    """Join the other ranks and train the same model with them."""
     if kind.keeps_memory:
         keep_freed_memory()
     if kind.backend:

@@ -52,7 +52,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a LayerNorm and with a way around it."""
+    """Attention and feed-forward, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Gpt(nn.Module):
 
 
 class Uneven(nn.Module):
-    """A stack whose early layers are 10 times as heavy as the others."""
+    """A stack whose early layers take 10 × as long as the later ones."""
 
     def __init__(self, layers: int, width: int, heavy: int) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class Trainee:
         self._batches: dict[int, Iterator[Batch]] = {}
 
     def turn(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Train, or tell the memory in use; the answer has [start, end] of each counted step."""
+        """Train, or report the memory in use; the answer has [start, end] of each counted step."""
         if request["op"] == "memory":
             return {**memory_mb(), "held_bytes": held_bytes(self._optimizer)}
         batches, spans = self._batches_of(request["batch"]), []

@@ -42,7 +42,7 @@ class Table:
         return {by: statistics.fmean(of(stage) for stage in stages) for by, of in _BY.items()}
 
     def bubble(self, name: str) -> dict[str, float] | None:
-        """Return which share of a pipelined step nobody computes in."""
+        """Return the share of a pipelined step in which no stage computes."""
         if name not in self._contenders or "alone" not in self._contenders:
             return None
         kind = self._contenders[name].kind
@@ -112,8 +112,8 @@ def bubble_figure(table: Table, name: str, microbatches: int) -> Figure:
     what, promise = f"bubble of {name}", f"must <= {1.1 * expected:.1%}"
     if found is None:
         return (what, promise, "not measured")
-    told = ", ".join(f"{share:.1%} by {by}" for by, share in found.items())
-    return (what, promise, f"{told} (theory {expected:.1%})")
+    reported = ", ".join(f"{share:.1%} by {by}" for by, share in found.items())
+    return (what, promise, f"{reported} (theory {expected:.1%})")
 
 
 def show_memory(title: str, found: dict[str, list[dict[str, Any]]], whole: str) -> list[Figure]:

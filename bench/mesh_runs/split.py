@@ -48,7 +48,7 @@ def measure(*, quick: bool) -> tuple[dict[str, Any], list[Figure]]:
 
 
 def automatic(model: Uneven, count: int) -> list[int]:
-    """Return the layers with which stages begin when nobody names them."""
+    """Return the first layers of the stages when the user does not name them."""
     from paceline.model_parallel.pipeline.measuring import measure_layers
     from paceline.model_parallel.pipeline.partitioning import choose_split_points
     from paceline.model_parallel.pipeline.tracing import trace

@@ -29,8 +29,8 @@ class Noise:
             return math.copysign(math.inf, difference) if difference else 0.0
         return difference / self.sd
 
-    def verdict(self, losses: Sequence[float]) -> str:
-        """Say whether these are within the noise, or by how much not."""
+    def compare(self, losses: Sequence[float]) -> str:
+        """Return whether these are within the noise, or by how much they are not."""
         if not all(math.isfinite(loss) for loss in losses):
             return "diverged"
         distance, difference = self.distance(losses), statistics.mean(losses) - self.mean
@@ -62,7 +62,7 @@ def target_of(reference: Curve) -> float:
 
 
 def rank(curves: Mapping[str, Curve], target: float) -> list[tuple[str, float | None]]:
-    """Return names and seconds to the target, the fastest first; who never got there by loss."""
+    """Return names and seconds to the target, fastest first; others by loss."""
     times = {name: seconds_to(curve, target) for name, curve in curves.items()}
 
     def place(name: str) -> tuple[bool, float]:

@@ -1,8 +1,8 @@
-"""Starts the jobs that train: on this host, on hosts of a switch, or processes that know nobody.
+"""Starts the jobs that train: on this host, on hosts of a switch, or independent processes.
 
 A job goes through a list of trainings in a row (train.py), so that starting Python is paid for
 once. If it fails, the training that was under way is marked with what was printed last, and another
-job goes on behind it. All processes have ended when a function returns, or raises.
+job continues after it. All processes have ended when a function returns, or raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from harness.switch import Switch
 BENCH = Path(__file__).resolve().parent.parent
 TRAIN = BENCH / "pace_runs" / "train.py"
 _STILL_S = 300.0  # so long without a result, and a training has failed
-_GRACE_S = 10.0  # to end by themselves, for processes that were told to
+_GRACE_S = 10.0  # for processes to end after SIGTERM
 
 Run = dict[str, Any]
 Result = dict[str, Any]
@@ -32,7 +32,7 @@ Start = Callable[[list[str], Path], "list[subprocess.Popen[bytes]]"]  # argument
 
 
 def carry_out(start: Start, runs: Sequence[Run], scratch: Path) -> dict[str, Result]:
-    """Do all trainings; return by id what the workers told, or {"failed": why}."""
+    """Do all trainings; return by id what the workers reported, or {"failed": why}."""
     results: dict[str, Result] = {}
     left = list(runs)
     while left:
@@ -42,9 +42,9 @@ def carry_out(start: Start, runs: Sequence[Run], scratch: Path) -> dict[str, Res
         plan.write_text("".join(json.dumps(run) + "\n" for run in left), encoding="utf-8")
         processes = start([str(TRAIN), str(plan), str(out)], log)
         is_stuck = _wait(processes, out)
-        told = gather(out, len(left[0]["steps"]))
-        results |= {run["id"]: told[run["id"]] for run in left if run["id"] in told}
-        left = [run for run in left if run["id"] not in told]
+        reported = gather(out, len(left[0]["steps"]))
+        results |= {run["id"]: reported[run["id"]] for run in left if run["id"] in reported}
+        left = [run for run in left if run["id"] not in reported]
         if left:
             why = f"no result for {_STILL_S:.0f} s" if is_stuck else "the job has failed"
             printed = log.read_text(encoding="utf-8", errors="replace")[-1500:]
@@ -59,17 +59,17 @@ def gather(out: Path, num_workers: int) -> dict[str, Result]:
     by_run: dict[str, list[Result]] = {}
     for path in sorted(out.glob("*.jsonl"), key=lambda path: int(path.stem)):
         for line in path.read_text(encoding="utf-8").splitlines():
-            told = json.loads(line)
-            by_run.setdefault(told["run"], []).append(told)
+            reported = json.loads(line)
+            by_run.setdefault(reported["run"], []).append(reported)
     return {
         run: {
-            "steps": [told["steps"] for told in all_told],
-            "s": [told["s"] for told in all_told],
-            "sent": [told["sent"] for told in all_told],
-            "curve": all_told[0]["curve"],
+            "steps": [reported["steps"] for reported in all_reported],
+            "s": [reported["s"] for reported in all_reported],
+            "sent": [reported["sent"] for reported in all_reported],
+            "curve": all_reported[0]["curve"],
         }
-        for run, all_told in by_run.items()
-        if len(all_told) == num_workers
+        for run, all_reported in by_run.items()
+        if len(all_reported) == num_workers
     }
 
 
@@ -118,7 +118,7 @@ def alone() -> Start:
 
 
 def independent(places: Sequence[list[str]]) -> Start:
-    """Return how to start processes that know nobody, each behind the beginning of a command."""
+    """Return how to start independent processes, each with the prefix of a command."""
 
     def start(arguments: list[str], log: Path) -> list[subprocess.Popen[bytes]]:
         return _start(

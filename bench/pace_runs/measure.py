@@ -26,12 +26,12 @@ def loss(rows: Sequence[Row], sizes: Sizes, seeds: int, scratch: Path) -> Part:
         return plans.losses(row, sizes, seeds if is_reference else min(seeds, sizes.pace_seeds))
 
     reference = next(row for row in rows if row.label == REFERENCE)
-    told = _here(rows, lines, scratch)
+    reported = _here(rows, lines, scratch)
     alone = plans.one_process(sizes, seeds, reference)
     told_alone = jobs.carry_out(jobs.alone(), alone, scratch)
     tasks = {}
     for task in plans.BATCHES:
-        found = {row.label: _seeds_of(told, f"{task}/{row.label}/") for row in rows}
+        found = {row.label: _seeds_of(reported, f"{task}/{row.label}/") for row in rows}
         found["one process"] = _seeds_of(told_alone, f"{task}/{REFERENCE}/")
         tasks[task] = found
     steps = {"book": sizes.book_steps, "digits": sizes.digits_steps}
@@ -44,8 +44,8 @@ def stragglers(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
     """Loss over time with one steadily slow worker, and with random stalls."""
     found = {}
     for name, delays in plans.scenarios(sizes).items():
-        told = _here(rows, lambda row, d=delays: [plans.timed(row, sizes, d)], scratch)
-        found[name] = _by_label(told, rows)
+        reported = _here(rows, lambda row, d=delays: [plans.timed(row, sizes, d)], scratch)
+        found[name] = _by_label(reported, rows)
     return {"scenarios": found, "sleep_s": sizes.sleep_s, "steps": sizes.timed_steps}
 
 
@@ -57,19 +57,19 @@ def links(rows: Sequence[Row], sizes: Sizes, rates_mbit: Sequence[int], scratch:
     with Switch(NUM_WORKERS) as switch:
         for rate_mbit in rates_mbit:
             switch.shape(rate_mbit)
-            told = {}
+            reported = {}
             for group in _groups(rows):
                 num_servers = 1 if group[0].one_server else NUM_WORKERS
                 num_servers = num_servers if group[0].servers else 0
                 start = jobs.on_hosts(switch, scratch, num_servers)
                 runs = [plans.timed(row, sizes, delays) for row in group]
-                told |= jobs.carry_out(start, runs, scratch)
-            found[str(rate_mbit)] = _by_label(told, rows)
+                reported |= jobs.carry_out(start, runs, scratch)
+            found[str(rate_mbit)] = _by_label(reported, rows)
     return {"rates_mbit": found, "sleep_s": sizes.sleep_s, "steps": sizes.timed_steps}
 
 
 def throughput(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
-    """Steps and bytes on the slowest link, beside processes that know nobody."""
+    """Steps and bytes on the slowest link, compared with independent processes."""
     rows = [row for row in rows if row.label in plans.STREAMING]
     found: dict[str, list[jobs.Result]] = {row.label: [] for row in rows}
     found["independent"] = []
@@ -81,8 +81,8 @@ def throughput(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
             shift = number % max(1, len(rows))
             in_turn = [*rows[shift:], *rows[:shift]]
             runs = [plans.throughput(row, sizes) for row in in_turn]
-            told = _by_label(jobs.carry_out(together, runs, scratch), rows)
-            for label, result in told.items():
+            reported = _by_label(jobs.carry_out(together, runs, scratch), rows)
+            for label, result in reported.items():
                 found[label].append(result)
             place = str(scratch / f"meeting{number}")
             run = plans.throughput(next(r for r in rows if r.label == REFERENCE), sizes, place)
@@ -98,19 +98,19 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _here(rows: Sequence[Row], lines: Lines, scratch: Path) -> dict[str, jobs.Result]:
-    told: dict[str, jobs.Result] = {}
+    reported: dict[str, jobs.Result] = {}
     for group in _groups(rows):
         start = jobs.on_this_host(NUM_WORKERS, 1 if group[0].servers else 0)
-        told |= jobs.carry_out(start, [run for row in group for run in lines(row)], scratch)
-    return told
+        reported |= jobs.carry_out(start, [run for row in group for run in lines(row)], scratch)
+    return reported
 
 
-def _seeds_of(told: dict[str, jobs.Result], begin: str) -> list[jobs.Result]:
-    return [result for name, result in told.items() if name.startswith(begin)]
+def _seeds_of(reported: dict[str, jobs.Result], begin: str) -> list[jobs.Result]:
+    return [result for name, result in reported.items() if name.startswith(begin)]
 
 
-def _by_label(told: dict[str, jobs.Result], rows: Sequence[Row]) -> dict[str, jobs.Result]:
-    return {row.label: told[f"book/{row.label}/0"] for row in rows}
+def _by_label(reported: dict[str, jobs.Result], rows: Sequence[Row]) -> dict[str, jobs.Result]:
+    return {row.label: reported[f"book/{row.label}/0"] for row in rows}
 
 
 def _summary(results: Sequence[jobs.Result]) -> Part:

@@ -15,7 +15,7 @@ NUM_WORKERS = 4
 SLOW_FACTOR, CHANCE = 4.0, 0.1
 RATES_MBIT = (1000, 100)
 BATCHES = {"book": 64, "digits": 16}  # of each worker
-# What is compared with processes that know nobody.
+# Compared with independent processes.
 STREAMING = ("allreduce", "local:8", "local:8 streaming", "diloco:50", "diloco:50 streaming")
 
 

@@ -79,7 +79,7 @@ def _loss_row(
     done = [result for result in results if "failed" not in result]
     rate = batch * sum(steps_per_s(r["steps"], r["s"]) for r in done) / len(done)
     loss = f"{math.fsum(losses) / len(losses):.4f} ({len(losses)})"
-    return f"| `{label}` | {loss} | {noise.verdict(losses)} | {rate:.0f} | {note} |"
+    return f"| `{label}` | {loss} | {noise.compare(losses)} | {rate:.0f} | {note} |"
 
 
 def _stragglers(part: Mapping[str, Any]) -> Iterable[str]:

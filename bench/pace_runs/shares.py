@@ -1,8 +1,9 @@
 """How many steps each worker does, so that all of them together do a given number.
 
-In lockstep everybody does the same number. Free-running workers take as many as their speed allows:
+In lockstep all workers do the same number. Free-running workers take as many as their speed allows:
 from the simulation of their delays (servers/simulation.py), up to the moment when the number is
-reached. The numbers are fixed before a run, so that nobody has to ask anybody while it is timed.
+reached. The numbers are fixed before a run, so that the workers need no communication while they
+are timed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def shares(row: Row, total: int, num_workers: int, delays: Delays | None) -> lis
         else:
             high_s = middle_s
     found = list(_steps(row, delays, high_s))
-    # Some end at the same moment, and so beyond the total; whoever is furthest does less.
+    # Some end at the same moment, and so exceed the total; the furthest worker does less.
     while sum(found) > total:
         found[found.index(max(found))] -= 1
     return found

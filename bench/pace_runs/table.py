@@ -25,8 +25,8 @@ class Row:
     family: str  # decides on the colour in the figures
     servers: bool = False
     one_server: bool = False  # it can have no more
-    # Free-running: nobody waits, or only for who is more than `bound` steps behind; workers of
-    # different speed then do different numbers of steps.
+    # Free-running: no worker waits, or only for workers that lag more than `bound` steps; workers
+    # of different speed then do different numbers of steps.
     free: bool = False
     bound: int | None = None
     one_host: bool = False
@@ -98,7 +98,7 @@ TABLE = (
 
 
 def choose(wanted: Sequence[str] = (), table: Sequence[Row] = TABLE) -> list[Row]:
-    """Return the rows that were asked for, by label or by the word of a pace; all by default."""
+    """Return the rows that were asked for, by label or by the name of a pace; all by default."""
     for name in wanted:
         if not any(name in _names(row) for row in table):
             labels = ", ".join(row.label for row in table)
@@ -114,7 +114,7 @@ def known(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def problem_with(pace: str) -> str:
-    """Say why this version cannot run a pace; "" if it can."""
+    """Return why this version cannot run a pace; "" if it can."""
     try:
         parse(pace)
     except UsageError as error:

@@ -3,9 +3,9 @@
     paceline run -n 4 bench/pace_runs/train.py PLAN OUT     (started by pace_runs/jobs.py)
 
 PLAN has a line of JSON for each training; what each worker has measured goes to files in OUT.
-Every so many steps the model that stands for all workers is copied, and judged when training is
-over: the copy alone interrupts it, and its time (`agreed()` may need the network) is not counted. A
-delay is a sleep between forward and backward: computing for longer, without a core.
+At intervals the model of all workers is copied, and evaluated after training. Only the copy
+interrupts training, and its time (`agreed()` may need the network) is not counted. A delay is a
+sleep between forward and backward: it simulates longer computing without using a core.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Training:
 
     def __init__(self, run: dict[str, Any], task: tasks.Task) -> None:
         self._run, self._task = run, task
-        self._rank = int(os.environ.get("BENCH_RANK", pl.rank()))  # of those that know nobody, too
+        self._rank = int(os.environ.get("BENCH_RANK", pl.rank()))  # also of independent processes
         self._copies: list[tuple[int, float, dict[str, Tensor]]] = []
 
     def go(self) -> dict[str, Any]:
@@ -82,9 +82,9 @@ class Training:
             optimizer.zero_grad()
         seconds, sent = watch.read()
         if run["stands_aside"]:
-            model.subscribe()  # nobody waits for a worker that has done its part
+            model.subscribe()  # no worker waits for one that has done its part
         shared_out.close()
-        pl.world().barrier()  # what the others did until here belongs to the last copy
+        pl.world().barrier()  # the last copy includes what the other workers did so far
         all_seconds, _ = watch.read()
         model.pull()
         self._copy(model, steps, watch, at_s=all_seconds)
@@ -117,7 +117,7 @@ class Training:
 
 
 def meet(run: dict[str, Any]) -> None:
-    """Start together; workers that know nobody meet in a directory."""
+    """Start together; independent workers synchronise in a directory."""
     pl.world().barrier()
     if not run["meets_in"]:
         return
@@ -139,9 +139,9 @@ def main() -> None:
             run = json.loads(line)
             if run["task"] not in loaded:
                 loaded[run["task"]] = tasks.load(run["task"])
-            told = Training(run, loaded[run["task"]]).go()
+            reported = Training(run, loaded[run["task"]]).go()
             gc.collect()  # the groups of the last model are closed by all at the same place
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(reported) + "\n")
             file.flush()
 
 

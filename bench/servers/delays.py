@@ -1,7 +1,7 @@
 """How long each step of each worker takes when computing is a sleep.
 
 Delays are drawn from a generator that depends on seed and worker only: a worker that sleeps and the
-simulation that predicts it draw the same numbers, without a word between them.
+simulation that predicts it draw the same numbers without communication.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def start_rpc(kind: str, scratch: Path) -> RankSet:
     shared = {"BENCH_WORKERS": str(NUM_WORKERS), "BENCH_STORE": str(scratch / f"{kind}.store")}
     world = NUM_WORKERS + 1
     processes = [Process([sys.executable], {**shared, "RANK": str(r)}) for r in range(world)]
-    # Its transport through shared memory polls also while nobody calls, which made everything else
-    # in the run, the limit too, three times slower.
+    # Its shared-memory transport also polls while no call is in progress. That made everything else
+    # in the run, also the limit, 3 × as slow.
     return _ranks(kind, world, processes, scratch, polls=True)
 
 
@@ -122,13 +122,13 @@ class Exchanges:
         return None if not times else (min(times), statistics.median(times))
 
     def best(self, prefix: str) -> tuple[float, float] | None:
-        """Return minimum and median of the best of the contenders whose names begin so."""
+        """Return minimum and median of the best contender with this name prefix."""
         found = [self.seconds(label) for label in self._times if label.startswith(prefix)]
         pairs = [pair for pair in found if pair is not None]
         return (min(p[0] for p in pairs), min(p[1] for p in pairs)) if pairs else None
 
     def ratio(self, label: str, reference: str) -> tuple[float, float] | None:
-        """Say how many times faster a contender is than the best whose names begin so."""
+        """Return how many times faster a contender is than the best with this name prefix."""
         mine, theirs = self.seconds(label), self.best(reference)
         if mine is None or theirs is None:
             return None

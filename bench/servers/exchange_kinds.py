@@ -30,7 +30,7 @@ class Subject(Protocol):
 
 
 class _Place:
-    """Which process of which contender this is; ranks behind the workers are servers."""
+    """Which process of which contender this is; ranks after the workers' are servers."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
@@ -69,7 +69,7 @@ class TorchRpc(_Place):
 
 
 class PacelineClient(_Place):
-    """Our neutral client: one key, whose arrays lie in engine memory or anywhere."""
+    """Paceline's pl.ps.Client: one key, with arrays in engine memory or in ordinary memory."""
 
     def __init__(self, pace: str, memory: str = "engine") -> None:
         import paceline as pl

@@ -2,7 +2,7 @@
 
 A worker sends its gradient with one blocking call; the server adds it under a lock and returns the
 parameters. The tensors travel through TensorPipe: through shared memory by its own choice, or over
-TCP on the loopback interface when it is told so, whichever turns out to be faster.
+TCP on the loopback interface if configured so; the faster one is used.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ counts its pushes. With BOUND s it may read again, which ends the step, as soon 
     the slowest clock >= its own clock - s
 
 so s = 0 is the synchronous server (each step lasts as long as the slowest worker needs), None the
-asynchronous one (nobody waits). Server and network take no time here: what a real run needs beyond
-the prediction is what they cost.
+asynchronous one (no worker waits). Server and network take no time here: the difference between a
+real run and the prediction is their cost.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def simulate(
 ) -> Forecast:
     """Let each worker go through its delays, until these are used up or the horizon is reached.
 
-    Workers that do exactly the returned numbers of steps never wait for a step that nobody does:
-    the pushes of those that were still waiting at the horizon are not counted, and let nobody go
-    on, because a push after which its worker must wait does not raise the slowest clock.
+    Workers that do exactly the returned numbers of steps never wait for a step that no worker does:
+    the pushes of those that were still waiting at the horizon are not counted. They release no
+    worker, because a push after which its worker must wait does not raise the slowest clock.
     """
     clocks, ended, last_s = [0] * len(delays), [0] * len(delays), 0.0
     waiting: set[int] = set()
@@ -57,7 +57,7 @@ def simulate(
 
 
 def released(clocks: Sequence[int], waiting: set[int], bound: int | None) -> list[int]:
-    """Return those of the waiting workers that may go on."""
+    """Return those of the waiting workers that may continue."""
     slowest = min(clocks)
     return sorted(w for w in waiting if bound is None or slowest >= clocks[w] - bound)
 

@@ -1,4 +1,4 @@
-"""One of some workers whose computing is a sleep: trains a small model, answers with its times.
+"""A worker that sleeps instead of computing: trains a small model, answers with its times.
 
     python -m servers.straggler_rank KIND SOCKET BARRIER       (started by servers/stragglers.py)
 

@@ -44,7 +44,7 @@ def predicted_ratio(table: Mapping[str, Throughputs], pace: str) -> float:
 
 
 def agreement(table: Mapping[str, Throughputs]) -> str:
-    """Say how measured and predicted throughput compare, for each pace."""
+    """Return measured against predicted throughput, for each pace."""
     shares = {pace: rates.shares(rates.predicted) for pace, rates in table.items()}
     return ", ".join(f"{pace} {median(found):.3f}" for pace, found in shares.items())
 
@@ -73,12 +73,12 @@ def _seconds(value: float | None) -> str:
 
 def time_to_loss(learnings: list[Learning]) -> str:
     """Compare the paces, each at its best learning rate."""
-    told = []
+    reported = []
     for pace in PACES:
         winner = best(learnings, pace)
         at = f" (lr {winner.rate:g})" if winner else ""
-        told.append(f"{pace} {_seconds(winner.reached_s if winner else None)}{at}")
-    return ", ".join(told)
+        reported.append(f"{pace} {_seconds(winner.reached_s if winner else None)}{at}")
+    return ", ".join(reported)
 
 
 def as_json(found: Findings) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Four workers and one server; computing is a sleep, so that two cores are no limit. How many steps
 each worker does comes from the simulation, up to a horizon: all paces then run equally long, and
-nobody waits for a step that another will not do. Measured and predicted throughput are the steps of
-all workers until the last of these steps ends.
+no worker waits for a step that another worker will not do. Measured and predicted throughput are
+the steps of all workers until the last of these steps ends.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Findings:
 
 
 def measure(effort: Effort) -> Findings:
-    """Start the workers and measure; a failure is told and ends it."""
+    """Start the workers and measure; a failure is printed and ends it."""
     print(f"\nslow workers: starting {NUM_WORKERS} workers and a server ...", flush=True)
     found = Findings()
     steady = one_slow(NUM_WORKERS, _BASE_S, SLOW_FACTOR)

@@ -129,7 +129,7 @@ def main() -> None:
             }
             _answer(lines, {**chief.turn(json.loads(line)), **used})
             parked = time.monotonic(), cpu_s(processes)
-    os._exit(0)  # the others die with this process
+    os._exit(0)  # the other processes die with this one
 
 
 def _answer(lines: Any, message: dict[str, Any]) -> None:

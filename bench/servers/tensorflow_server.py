@@ -32,7 +32,7 @@ def one_thread(tf: Any) -> Any:
 def main() -> None:
     cluster, place = sys.argv[1:]
     job, _, index = place.partition(":")
-    # The chief may be killed, and nobody else knows of this process.
+    # The chief may be killed, and no other process knows of this one.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     quiet_environ()
     import tensorflow as tf

@@ -2,7 +2,7 @@
 
 The parameters begin at zero and the server applies SGD with a rate that is a power of two, so that
 all sums are exact in float32 whatever the order. A worker that has pushed must see its own push and
-may or may not see what the others pushed at the same time, element by element: the server is
+may or may not see what other workers pushed at the same time, element by element: the server is
 asynchronous. All pushes of earlier samples must be there.
 """
 

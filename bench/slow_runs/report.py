@@ -51,7 +51,7 @@ class Link:
         return {by: ours[by] / max(other[by] for other in others) for by in _BY}
 
     def best_of_ours(self) -> str | None:
-        """Return who of ours averages the gradients of every step and is fastest by median."""
+        """Return our fastest contender by median that averages the gradients of every step."""
         ours = [
             name
             for name in self._lines
@@ -73,7 +73,7 @@ class Link:
                 text += "  " + _pair(self.ratio(name, reference), 1, 2)
             print(f"{text}  {line.sent_bytes / 1e6:8.3f}", flush=True)
         for name in self._failed:
-            print(f"{kind_of(name).label:{width}} failed, as is said above", flush=True)
+            print(f"{kind_of(name).label:{width}} failed, see above", flush=True)
 
     def figures(self, codec: str | None = None) -> list[Figure]:
         """Return the promised figures of one of ours, by default of the fastest."""
@@ -91,9 +91,11 @@ class Link:
         found = []
         for key, (label, references) in beside.items():
             ratio = self.ratio(name, *references)
-            told = ", ".join(f"{ratio[by]:.2f} by {by}" for by in _BY) if ratio else "not measured"
+            reported = (
+                ", ".join(f"{ratio[by]:.2f} by {by}" for by in _BY) if ratio else "not measured"
+            )
             promise = _PROMISES.get((self.rate_mbit, key), "")
-            found.append((f"{self.rate_mbit} Mbit/s, / {label}", promise, f"{told} ({name})"))
+            found.append((f"{self.rate_mbit} Mbit/s, / {label}", promise, f"{reported} ({name})"))
         return found
 
     def as_json(self) -> dict[str, Any]:

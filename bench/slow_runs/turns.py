@@ -2,7 +2,7 @@
 
 All contenders live for the whole run and train in interleaved rounds (harness/training.py). A turn
 is one sample: the mean step in it, by the slower worker. The first turn at a rate is as short as
-may be; those behind it have as many steps as fit into the time.
+may be; later turns have as many steps as fit into the time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Timed:
 
 
 def steps_in(amount: Amount, period: int, taken_s: Sequence[float]) -> int:
-    """Return the steps of the next turn: whole periods, or a turn would not be like the others."""
+    """Return the steps of the next turn: whole periods, so that all turns are alike."""
     fitting = amount.turn_s / taken_s[-1] if taken_s else 0
     wanted = max(amount.least_steps, fitting)
     return max(1, round(wanted / period)) * period if period > 1 else int(wanted)

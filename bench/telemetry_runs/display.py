@@ -90,7 +90,7 @@ def launcher_share(seconds: float, *, on_terminal: bool) -> float:
 
 
 class _Reader:
-    """Reads what comes, so that nobody waits for a full pipe."""
+    """Reads the output, so that the writer never waits for a full pipe."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self.text = fd, ""
@@ -104,9 +104,9 @@ class _Reader:
         except OSError:  # the kernel's way of saying that the far end is closed
             pass
 
-    def wait_for(self, word: str) -> None:
+    def wait_for(self, text: str) -> None:
         give_up_s = time.monotonic() + 120
-        while word not in self.text:
+        while text not in self.text:
             if time.monotonic() > give_up_s or not self._thread.is_alive():
                 raise SystemExit(f"telemetry: the workers did not begin:\n{self.text}")
             time.sleep(0.1)

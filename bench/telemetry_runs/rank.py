@@ -3,7 +3,7 @@
     python -m telemetry_runs.rank MODEL SOCKET BARRIER          (started by telemetry_runs/steps.py)
 
 A request may say that this turn's steps are to be timed or not, whatever the environment says: then
-both are measured in the same processes, whose memory lies where it lies.
+both are measured in the same processes, with the same memory placement.
 """
 
 from __future__ import annotations

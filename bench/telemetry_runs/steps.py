@@ -1,9 +1,9 @@
 """What timing steps costs: the same training with and without it, in turns.
 
-Three comparisons. In the SAME processes telemetry is switched from turn to turn: what a step costs
-to be timed and told. And TWO JOBS, as a person starts them, of which one has PACELINE_TELEMETRY=off
-and no run directory: that is everything, with what the launcher writes down. But jobs that are
-alike differ too, as each has its memory elsewhere: by how much, the third comparison says.
+Three comparisons. In the SAME processes telemetry is switched from turn to turn: the cost of timing
+and reporting a step. TWO JOBS, as a user starts them, one of them with PACELINE_TELEMETRY=off and
+no run directory: the total cost, with what the launcher writes. Equal jobs differ too, because
+their memory placement differs: the third comparison measures by how much.
 
 A turn is a second or more of steps, so that each has several of the messages that leave five times
 a second; its figure is the mean step of the slowest worker.
@@ -123,7 +123,7 @@ def _launch(session: Session, model: str, name: str, environ: dict[str, str]) ->
 
 
 def worst(pairs: Sequence[Pair]) -> str:
-    """Say what the comparisons come to."""
+    """Return the results of the comparisons."""
     return ", ".join(
         f"{pair.title} {100 * (pair.ratios[1] - 1):+.2f} % by median,"
         f" {100 * (pair.ratios[2] - 1):+.2f} % by rounds"

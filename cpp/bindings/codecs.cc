@@ -1,4 +1,4 @@
-// The Python face of the codecs: addresses and counts in. The GIL is released while they run.
+// The Python bindings of the codecs: they take addresses and counts, and release the GIL while they run.
 #include "codecs.h"
 
 #include <nanobind/nanobind.h>
@@ -35,12 +35,12 @@ int32_t* integers(uintptr_t address) { return reinterpret_cast<int32_t*>(address
 
 Format to_format(int format) {
   if (format < 0 || format >= int(Format::count_))
-    throw Error(ErrorKind::usage, "there is no block format number " + std::to_string(format));
+    throw Error(ErrorKind::usage, "unknown block format number " + std::to_string(format));
   return Format(format);
 }
 
 std::vector<const uint8_t*> to_rows(const Rows& rows) {
-  if (rows.empty()) throw Error(ErrorKind::usage, "there are no rows to take the mean of");
+  if (rows.empty()) throw Error(ErrorKind::usage, "there are no rows to average");
   std::vector<const uint8_t*> sources;
   for (uintptr_t row : rows) sources.push_back(bytes(row));
   return sources;

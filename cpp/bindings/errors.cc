@@ -1,4 +1,4 @@
-// The only place where errors of the core become Python exceptions.
+// Conversion of errors of the core to Python exceptions.
 #include "errors.h"
 
 #include <nanobind/nanobind.h>

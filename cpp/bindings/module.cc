@@ -1,4 +1,4 @@
-// The Python face of the core: addresses and counts in, handles out. The GIL is never held while waiting.
+// The Python bindings of the core: they take addresses and counts and return handles. They release the GIL to wait.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -13,13 +13,10 @@
 
 #include "codecs.h"
 #include "errors.h"
+#include "kernels.h"
 #include "paceline/base/clock.h"
-#include "paceline/base/heap.h"
 #include "paceline/collectives/group.h"
-#include "paceline/reduce/bits.h"
-#include "paceline/reduce/kernels.h"
 #include "paceline/transport/private_view.h"
-#include "paceline/wire/crc32c.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -29,7 +26,7 @@ namespace {
 
 using Parts = std::vector<std::pair<uintptr_t, uint64_t>>;
 constexpr double kForever = 1e9;
-constexpr double kSignalCheck_s = 0.1;  // how late Ctrl-C may be noticed inside a wait
+constexpr double kSignalCheck_s = 0.1;  // how long a wait may delay Ctrl-C
 
 std::vector<Part> to_parts(const Parts& parts) {
   std::vector<Part> out;
@@ -38,8 +35,8 @@ std::vector<Part> to_parts(const Parts& parts) {
   return out;
 }
 
-// Waits in slices, so that signals are handled; an interrupted operation takes its group down, because its
-// memory may go away while peers still use it.
+// Waits in slices, so that signals are handled. An interrupted operation fails its group, because its memory may be
+// freed while peers still use it.
 void wait_for(Group& group, Operation& operation, double timeout_s) {
   double deadline = now_s() + timeout_s;
   while (!operation.finished()) {
@@ -60,90 +57,9 @@ void wait_for(Group& group, Operation& operation, double timeout_s) {
     }
     if (now_s() >= deadline)
       throw Error(ErrorKind::peer_timeout, operation.describe() + " has not finished after " +
-                                               std::to_string(timeout_s) + " s; it goes on in the background.");
+                                               std::to_string(timeout_s) + " s; it continues in the background.");
   }
   operation.rethrow();
-}
-
-const char* dtype_name(int dtype) { return name_of(dtype < 0 ? DType::count_ : DType(dtype)); }
-
-void reduce_mean_at(const std::vector<uintptr_t>& inputs, uintptr_t output, size_t count, int dtype) {
-  if (dtype < 0 || !is_floating(DType(dtype)))
-    throw Error(ErrorKind::usage, std::string("reduce_mean: works on floating-point numbers, not on ") +
-                                      dtype_name(dtype));
-  if (inputs.empty()) throw Error(ErrorKind::usage, "reduce_mean: there are no inputs");
-  nb::gil_scoped_release release;
-  std::vector<const void*> sources;
-  for (uintptr_t input : inputs) sources.push_back(reinterpret_cast<const void*>(input));
-  reduce_mean(sources.data(), sources.size(), reinterpret_cast<void*>(output), count, DType(dtype));
-}
-
-void round_stochastic_at(uintptr_t source, uintptr_t target, size_t count, int dtype, uint64_t seed, uint64_t first) {
-  if (dtype != int(DType::float16) && dtype != int(DType::bfloat16))
-    throw Error(ErrorKind::usage, std::string("round_stochastic: rounds to float16 or bfloat16, not to ") +
-                                      dtype_name(dtype));
-  nb::gil_scoped_release release;
-  round_stochastic(reinterpret_cast<const float*>(source), reinterpret_cast<void*>(target), count, DType(dtype), seed,
-                   first);
-}
-
-void require_words(const char* what, size_t signs, size_t words) {
-  if (words != words_of(signs))
-    throw Error(ErrorKind::usage, std::string(what) + ": " + std::to_string(signs) + " signs take " +
-                                      std::to_string(words_of(signs)) + " words, not " + std::to_string(words));
-}
-
-void require_wide(const char* what, int dtype) {
-  if (dtype != int(DType::float32) && dtype != int(DType::float64))
-    throw Error(ErrorKind::usage, std::string(what) + ": works on float32 or float64, not on " + dtype_name(dtype));
-}
-
-using CoinParts = std::tuple<uint64_t, uint64_t, uint64_t>;  // seed, step, index of the first element
-Coin to_coin(const CoinParts& coin) { return std::apply(make_coin, coin); }
-uint64_t* to_words(uintptr_t address) { return reinterpret_cast<uint64_t*>(address); }
-
-void pack_signs_at(uintptr_t values, size_t count, int dtype, const CoinParts& coin, uintptr_t bits, size_t words) {
-  require_wide("pack_signs", dtype);
-  require_words("pack_signs", count, words);
-  nb::gil_scoped_release release;
-  pack_signs(reinterpret_cast<const void*>(values), count, DType(dtype), to_coin(coin), to_words(bits));
-}
-
-void pack_tracked_at(uintptr_t values, uintptr_t momentum, double keep, size_t count, int dtype, const CoinParts& coin,
-                     uintptr_t bits, size_t words) {
-  require_wide("pack_tracked", dtype);
-  require_words("pack_tracked", count, words);
-  nb::gil_scoped_release release;
-  pack_tracked(reinterpret_cast<const void*>(values), {reinterpret_cast<void*>(momentum), keep}, count, DType(dtype),
-               to_coin(coin), to_words(bits));
-}
-
-std::pair<double, uint64_t> pack_corrected_at(uintptr_t values, uintptr_t momentum, double keep, uintptr_t voted,
-                                              double scale, size_t count, int dtype, const CoinParts& coin,
-                                              uintptr_t bits, size_t words) {
-  require_wide("pack_corrected", dtype);
-  require_words("pack_corrected", count, words);
-  nb::gil_scoped_release release;
-  Sizes sizes = pack_corrected(reinterpret_cast<const void*>(values), {reinterpret_cast<void*>(momentum), keep},
-                               reinterpret_cast<void*>(voted), count, DType(dtype), scale, to_coin(coin),
-                               to_words(bits));
-  return {sizes.sum, sizes.count};
-}
-
-void majority_at(const std::vector<uintptr_t>& rows, size_t words, const CoinParts& coin, uintptr_t bits) {
-  if (rows.empty()) throw Error(ErrorKind::usage, "majority: there are no rows");
-  nb::gil_scoped_release release;
-  std::vector<const uint64_t*> sources;
-  for (uintptr_t row : rows) sources.push_back(to_words(row));
-  majority(sources.data(), sources.size(), words, to_coin(coin), to_words(bits));
-}
-
-void unpack_signs_at(uintptr_t bits, size_t words, size_t count, int dtype, double scale, uintptr_t values) {
-  if (dtype < 0 || !is_floating(DType(dtype)))
-    throw Error(ErrorKind::usage, std::string("unpack_signs: gives floating-point numbers, not ") + dtype_name(dtype));
-  require_words("unpack_signs", count, words);
-  nb::gil_scoped_release release;
-  unpack_signs(to_words(bits), count, DType(dtype), scale, reinterpret_cast<void*>(values));
 }
 
 struct PyWork {
@@ -166,8 +82,8 @@ struct PyWork {
   }
 };
 
-// The lowest index of a work that has finished, well or badly; -1 when the time is over. An interrupt only
-// raises: nothing was asked of any one of them.
+// Returns the lowest index of a work that has finished or failed; -1 after the timeout. An interrupt only raises and
+// fails no group.
 int wait_any(nb::sequence works, std::optional<double> timeout_s) {
   nb::tuple held(works);  // keeps them while the GIL is released
   auto* type = reinterpret_cast<PyTypeObject*>(nb::type<PyWork>().ptr());
@@ -227,7 +143,7 @@ struct PyEngine {
 
   std::pair<uint64_t, uint64_t> locate(uintptr_t address, size_t bytes) const {
     auto where = engine->arena().locate(reinterpret_cast<void*>(address), bytes);
-    if (!where) throw Error(ErrorKind::usage, "this memory does not lie in engine memory");
+    if (!where) throw Error(ErrorKind::usage, "this memory is not engine memory; allocate it with pl.empty");
     return {where->segment, where->offset};
   }
 
@@ -269,7 +185,7 @@ class PyGroup {
     nb::gil_scoped_release release;
     auto* group = new Group(engine.engine,
                             GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s, forming_s});
-    // The last reference may go in a garbage collection, and a group takes leave of its members.
+    // A garbage collection may drop the last reference, and a group waits for its members when it closes.
     group_ = std::shared_ptr<Group>(group, [](Group* g) {
       std::optional<nb::gil_scoped_release> release;
       if (PyGILState_Check()) release.emplace();
@@ -278,7 +194,7 @@ class PyGroup {
   }
 
   void close() {
-    auto group = std::move(group_);  // under the GIL: other threads find it whole or not at all
+    auto group = std::move(group_);  // under the GIL: other threads see the group or none
     if (!group) return;
     nb::gil_scoped_release release;
     group->close();
@@ -296,7 +212,7 @@ class PyGroup {
     return *group_;
   }
 
-  // The most frequent call has a path of its own: no lists.
+  // A separate path without lists for the most frequent call.
   void all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
     auto group = hold();
     auto operation = group->submit(reduction(in, out, count, dtype, op, std::move(shape)), false);
@@ -317,7 +233,7 @@ class PyGroup {
     return {group_, get().submit(request(kind, dtype, op, root, in, out, std::move(shape)), true), nullptr};
   }
 
-  // `background` is false when the caller is going to wait at once, and so to drive the operation itself.
+  // `background` is false if the caller waits at once and drives the operation itself.
   PyWork start_send(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype, bool background) {
     Part part{reinterpret_cast<void*>(data), count};
     return {group_, get().submit_send(member, tag, part, DType(dtype), background), nullptr};
@@ -329,7 +245,7 @@ class PyGroup {
   }
 
   void add_channel(int member, int lane, int fd) { get().add_channel(member, Lane(lane), Fd(fd)); }
-  // From any thread, so the group may just have been closed: then there is nothing left to end.
+  // Any thread. If the group has just been closed, there is nothing to end.
   void fail(const std::string& text) {
     auto group = group_;
     if (!group) return;
@@ -363,29 +279,11 @@ class PyGroup {
 NB_MODULE(_core, m) {
   using namespace paceline;
   m.doc() = "Paceline's engine: collectives over shared memory and TCP.";
-  // A future of torch that never ended keeps its work beyond the interpreter's end: no reason to alarm a user.
+  // A torch future that never ended keeps its work alive beyond the interpreter's end; do not warn the user about it.
   nb::set_leak_warnings(false);
   register_errors();
+  register_kernels(m);
   register_codecs(m);
-  m.def("crc32c", [](nb::bytes data, uint32_t crc) { return crc32c(crc, data.data(), data.size()); },
-        "data"_a, "crc"_a = 0);
-  m.def("kernel_name", &kernel_name);
-  m.def("keep_freed_memory", &keep_freed_memory);
-  m.def("use_portable_kernels", &use_portable_kernels, "on"_a);
-  m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
-  m.def("copy_past_cache", [](uintptr_t source, uintptr_t target, uint64_t bytes) {
-    nb::gil_scoped_release release;
-    copy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes, true);
-  }, "source"_a, "target"_a, "nbytes"_a);
-  m.def("round_stochastic", &round_stochastic_at, "source"_a, "target"_a, "count"_a, "dtype"_a, "seed"_a,
-        "first"_a = 0);
-  m.def("pack_signs", &pack_signs_at, "values"_a, "count"_a, "dtype"_a, "coin"_a, "bits"_a, "words"_a);
-  m.def("pack_tracked", &pack_tracked_at, "values"_a, "momentum"_a, "keep"_a, "count"_a, "dtype"_a, "coin"_a, "bits"_a,
-        "words"_a);
-  m.def("pack_corrected", &pack_corrected_at, "values"_a, "momentum"_a, "keep"_a, "voted"_a, "scale"_a, "count"_a,
-        "dtype"_a, "coin"_a, "bits"_a, "words"_a);
-  m.def("majority", &majority_at, "rows"_a, "words"_a, "coin"_a, "bits"_a);
-  m.def("unpack_signs", &unpack_signs_at, "bits"_a, "words"_a, "count"_a, "dtype"_a, "scale"_a, "values"_a);
   m.attr("DTYPES") = [] {
     nb::list names;
     for (int i = 0; i < int(DType::count_); ++i) names.append(name_of(DType(i)));

@@ -29,7 +29,7 @@ Words packed(const std::vector<T>& values, const Coin& coin = kCoin) {
   return bits;
 }
 
-// Ordinary numbers, and in every other word now and then one without a sign.
+// Ordinary numbers, and in every second word a few without a sign.
 template <class T>
 std::vector<T> some_values(size_t count) {
   using Limits = std::numeric_limits<T>;

@@ -171,7 +171,7 @@ TEST(large_tensors_give_the_same_bits) {
     const Floats decoded = mean_of(format, {payload}, count);
     use_portable_kernels(false);
     for (size_t shift : {0, 4}) {
-      std::vector<float> room(bytes / 4 + 16);  // a place that is aligned, or 4 bytes behind one
+      std::vector<float> room(bytes / 4 + 16);  // an aligned address, or 4 bytes after one
       auto* to = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(room.data()) + 31) / 32 * 32) + shift;
       Floats residual = start;
       encode(format, values.data(), residual.data(), count, kDraw, to);

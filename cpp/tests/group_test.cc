@@ -159,7 +159,7 @@ void check_point_to_point(Engine&, Group& g) {
     for (double x : v) CHECK(x == (me + n - 1) % n);
 }
 
-// Rank 0 answers whoever asks; the others ask one question after the other.
+// Rank 0 answers all questions; the other ranks ask one question after the other.
 void check_wait_any(Engine& engine, Group& g) {
   constexpr int kRounds = 300;
   constexpr uint64_t kQuestion = 1, kAnswer = 2;
@@ -199,7 +199,7 @@ void check_wait_any(Engine& engine, Group& g) {
   }
 }
 
-// Several threads of one process wait at once; all but one of them watch it drive.
+// Several threads of one process wait at once; one drives, the others watch.
 void check_threads(Engine&, Group& g) {
   std::vector<std::thread> threads;
   std::atomic<int> right{0};
@@ -237,7 +237,7 @@ TEST(point_to_point) {
   on_ranks(4, 2, check_point_to_point);
 }
 
-TEST(whoever_asks_is_answered) {
+TEST(wait_any_finds_every_question) {
   on_ranks(2, 2, check_wait_any);
   on_ranks(4, 4, check_wait_any);
   on_ranks(3, 1, check_wait_any);
@@ -248,7 +248,7 @@ TEST(several_threads_wait) {
   on_ranks(2, 1, check_threads);
 }
 
-TEST(mismatch_reaches_everybody) {
+TEST(mismatch_reaches_all_ranks) {
   for (int per_host : {4, 2, 1})
     on_ranks(4, per_host, [](Engine&, Group& g) {
       std::vector<float> v(g.rank() == 2 ? 5 : 4);
@@ -259,7 +259,7 @@ TEST(mismatch_reaches_everybody) {
     });
 }
 
-TEST(death_is_noticed_and_named) {
+TEST(death_is_detected_and_named) {
   for (int per_host : {3, 1})
     on_ranks(3, per_host, [](Engine&, Group& g) {
       std::vector<float> v(500000);
@@ -271,6 +271,30 @@ TEST(death_is_noticed_and_named) {
       });
       CHECK(error.kind == ErrorKind::peer_lost && error.rank == 1);
     }, 1);
+}
+
+// A rank that has finished closes both lanes. What it sent on one of them may arrive after the end of the other: only the
+// end of the lane that an operation waits for makes the rank lost. Rank 1 is a pair of plain sockets here.
+TEST(only_the_end_of_the_awaited_lane_is_a_loss) {
+  for (Lane awaited : {Lane::collective, Lane::point_to_point}) {
+    auto engine = std::make_shared<Engine>(EngineConfig{0, 1, 30, 20, 20});
+    Group group(engine, GroupConfig{1, 1, {0, 1}, {0, 1}, 30});
+    int sockets[2][2];
+    for (Lane lane : {Lane::collective, Lane::point_to_point}) {
+      tcp_pair(sockets[int(lane)]);
+      group.add_channel(1, lane, Fd(sockets[int(lane)][0]));
+    }
+    int64_t value = 0;
+    bool is_barrier = awaited == Lane::collective;
+    auto operation = is_barrier ? group.submit({}, false)
+                                : group.submit_receive(1, 0, {&value, 1}, DType::int64, nullptr, false);
+    close(sockets[1 - int(awaited)][1]);
+    CHECK(!engine->wait(*operation, 0.3));  // several inspections
+    CHECK(!group.failed());
+    close(sockets[int(awaited)][1]);
+    auto error = test::error_of([&] { group.wait(*operation, 10); });
+    CHECK(error.kind == ErrorKind::peer_lost && error.rank == 1);
+  }
 }
 
 int main() { return test::run_all(); }

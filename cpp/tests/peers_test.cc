@@ -1,4 +1,4 @@
-// Neighbours that come, stop, die and are forgotten while the engine of rank 0 goes on.
+// Neighbours that join, stop, die and are forgotten while the engine of rank 0 continues.
 //
 // Rank 0 runs in the process of the test. The others are forked by a NURSERY, which was forked before the first
 // engine and its thread existed; each links itself to rank 0, forms a group with it and reduces until it is ended.
@@ -325,7 +325,7 @@ TEST(many_threads_and_a_failure) {
   CHECK(ended == 4 && now_s() - start < 0.3);
 }
 
-// The first member of a group never waits; the others do, for a time that they choose, and may ask again.
+// The first member of a group never waits; the other members wait for a time that they choose, and may try again.
 TEST(forming_a_group_can_be_given_up) {
   auto engine = make_engine(5);
   auto [socket, pid] = nursery().start({9, 0});  // takes rank 0's part of this link, and forms another group

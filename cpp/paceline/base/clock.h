@@ -1,4 +1,4 @@
-// Monotonic time as float seconds; wall-clock steps must never evict anybody.
+// Monotonic time as float seconds; a step of the wall clock must not make a peer look dead.
 #pragma once
 #include <time.h>
 

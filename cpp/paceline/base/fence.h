@@ -1,4 +1,4 @@
-// Orders a store of ours before the load that decides whether a neighbour must be woken. Without it both
+// Orders this side's store before the load that decides whether a neighbour must be woken. Without it both
 // sides of the sleep protocol could miss each other (each reads before the other's write is visible).
 #pragma once
 #include <atomic>

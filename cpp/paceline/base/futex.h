@@ -10,7 +10,7 @@
 
 namespace paceline {
 
-// Returns when the word is not `expected` any more, somebody woke us, or the time is over.
+// Returns when the word is no longer `expected`, after a wake-up, or after the timeout.
 inline void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, double timeout_s) {
   timespec t;
   t.tv_sec = time_t(timeout_s);

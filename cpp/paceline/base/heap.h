@@ -6,8 +6,8 @@ namespace paceline {
 
 // Every step of training allocates the same large tensors and frees them again. By default malloc gives
 // blocks of more than 32 MB back to the kernel at once, and the next step pays for fresh, zeroed pages: a
-// third of the backward pass of a wide network. From here on this process keeps what it has freed.
-// False where malloc cannot be told.
+// third of the backward pass of a wide network. After this call the process keeps freed blocks.
+// False if this malloc has no such setting.
 inline bool keep_freed_memory() {
 #ifdef __GLIBC__
   constexpr int kMmapThreshold = 1 << 30, kTrimThreshold = 2147483647;

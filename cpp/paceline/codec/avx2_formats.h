@@ -24,7 +24,7 @@ struct Avx2Bf16 : Avx2, OfFormat<Format::bf16> {
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
   }
-  // Rounding would turn some NaN into infinity or zero. They are rare: a block that has one is done again.
+  // Rounding would turn some NaN into infinity or zero. They are rare: a block that has one is encoded again.
   static void encode(const float* v, size_t n, const Draw& draw, uint64_t at, uint8_t* to) {
     __m256 nan = _mm256_setzero_ps();
     for (size_t i = 0; i < kValues; i += 16) {
@@ -109,7 +109,7 @@ struct Avx2Int4 : Avx2, OfFormat<Format::int4> {
       __m256i a = narrow(level(i), level(i + 8), level(i + 16), level(i + 24));
       const size_t j = i + kHalf;
       __m256i b = narrow(level(j), level(j + 8), level(j + 16), level(j + 24));
-      // What is shifted out of a byte's top gets into the next one's low half, and is masked there.
+      // Bits shifted out of a byte's top get into the next byte's low half, and are masked there.
       b = _mm256_andnot_si256(low, _mm256_slli_epi16(b, 4));
       store_bits(to + 4 + i, _mm256_or_si256(_mm256_and_si256(a, low), b));
     }

@@ -27,7 +27,7 @@ struct EightSums {
 struct Avx2Onebit : Avx2, OfFormat<Format::onebit> {
   static void encode(const float* v, size_t n, const Draw&, uint64_t, uint8_t* to) {
     // The order of operands matters: `max` and `min` take the second one where they are equal or one is NaN. So a NaN
-    // gets into `up`, and -0 is +0 in `down`, whose top bit therefore says which values are below 0.
+    // gets into `up`, and -0 is +0 in `down`, whose top bit therefore marks the values below 0.
     const __m256 zero = _mm256_setzero_ps();
     EightSums plus, minus;
     for (size_t at = 0; at < kValues; at += 64) {
@@ -53,8 +53,8 @@ struct Avx2Onebit : Avx2, OfFormat<Format::onebit> {
       const float plus = read_float(from), minus = read_float(from + 4);
       means = _mm256_setr_ps(minus, plus, minus, plus, minus, plus, minus, plus);
     }
-    // Each lane has 32 bits and shifts its own one to the bottom, where it says which of four floats to take; the bit
-    // above it has a say as well, and makes no difference.
+    // Each lane has 32 bits and shifts its own one to the bottom, where it selects one of four floats; the bit above it
+    // selects too, but makes no difference.
     Eight at(size_t i) const {
       int32_t word;
       std::memcpy(&word, bits + i / 32 * 4, 4);

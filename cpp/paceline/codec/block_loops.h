@@ -13,7 +13,7 @@
 namespace paceline::codec {
 namespace {
 
-// Where the blocks of a payload go: to their place, or, when that is past the cache, eight at a time, which fill whole
+// Writes the blocks of a payload: in place, or, if it writes past the cache, eight at a time, which fill whole
 // vectors.
 template <class F>
 class Output {
@@ -80,7 +80,7 @@ class Encoding {
     at_ += F::kValues;
     output_.next();
   }
-  // What is left is less than a block.
+  // The rest is less than a block.
   void finish() {
     if (const size_t n = end_ - at_) {
       alignas(64) float last[F::kValues] = {}, left[F::kValues] = {};
@@ -102,8 +102,8 @@ class Encoding {
   Output<F> output_;
 };
 
-// A processor reads from two places at a time faster than from one: each of its streams has only so many lines
-// underway. So large tensors are encoded in two halves, block by block in turns.
+// A processor reads faster from two streams than from one: each stream has a limited number of cache lines in
+// flight. So large tensors are encoded in two halves, block by block in turns.
 template <class F>
 void encode_blocks(const float* values, float* residual, size_t count, const Draw& draw, uint8_t* payload) {
   constexpr size_t kTwoFrom = 1 << 18, kStaged = 8 * F::kValues;

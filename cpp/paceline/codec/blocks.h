@@ -1,6 +1,6 @@
-// Tensors and payloads, block by block (format.h). Lengths are the caller's business: a payload has num_blocks() blocks
-// for `count` values. The same bits come out wherever the work is cut, as long as that is at block borders and
-// draw.first moves along.
+// Tensors and payloads, block by block (format.h). The caller checks lengths: a payload has num_blocks() blocks for
+// `count` values. The result is the same wherever the work is split, as long as that is at block boundaries and
+// draw.first advances with it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,12 +17,12 @@ void encode(Format format, const float* values, float* residual, size_t count, c
 // out = the mean of the decoded rows, added in their order and divided once.
 void decode_mean(Format format, const uint8_t* const* rows, size_t num_rows, size_t count, float* out);
 
-// payload = the mean of the rows, encoded anew; residual += num_rows * (mean - what the payload decodes to).
+// payload = the mean of the rows, encoded; residual += num_rows * (mean - what the payload decodes to).
 void recode(Format format, const uint8_t* const* rows, size_t num_rows, float* residual, size_t count,
             const Draw& draw, uint8_t* payload);
 
-// int8 with SHARED STEPS: everybody quantises a block with the largest size that anybody has in it, so that bytes of
-// several workers can be added. With `levels` = 127 / workers the sum fits a byte as well. Blocks of 256 values.
+// int8 with SHARED SCALES: all workers quantise a block with the largest magnitude that any of them has in it, so that
+// bytes of several workers can be added. With `levels` = 127 / workers the sum fits a byte as well. Blocks of 256 values.
 constexpr size_t kSharedValues = 256;
 // largest[b] = the largest size of values + residual in block b; NaN when one of them is not finite.
 void block_largest(const float* values, const float* residual, size_t count, float* largest);

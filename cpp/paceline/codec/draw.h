@@ -1,5 +1,5 @@
-// Random numbers for every element of a tensor: a function of seed, step and index only, so that everybody who knows
-// these draws the same, whoever computes which part.
+// Random numbers for every element of a tensor: a function of seed, step and index only, so that all workers with the
+// same values draw the same numbers, whichever part they compute.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace paceline::codec {
 
 struct Draw {
   uint64_t key;    // of seed and step
-  uint64_t first;  // index of the element that the first number belongs to
+  uint64_t first;  // index of the element of the first number
 };
 
 namespace {

@@ -1,7 +1,7 @@
-// Block formats: what a tensor of float32 becomes on the wire.
+// Block formats: how a float32 tensor is encoded for the network.
 //
-// A tensor is cut into BLOCKS of a fixed number of values, and each becomes a fixed number of bytes, one block behind
-// the other: a payload may be cut at any block's border. The last block is filled up with zeros.
+// A tensor is split into BLOCKS of a fixed number of values, and each becomes a fixed number of bytes, one block after
+// the other: a payload may be split at any block boundary. The last block is filled up with zeros.
 //
 //   bf16, fp16   256 values   16 bits each, to nearest, ties to even; too large becomes infinite
 //   int8         256 values   float32 STEP = largest size / 127, then a byte each: value = byte * step
@@ -11,8 +11,8 @@
 //                             bit i % 8 of byte i / 8 belongs to value i
 //
 // A block of int8, int4 or onebit with a value that is not finite has NaN for its step or means: all of it decodes to
-// NaN. A step that would be subnormal is 0 instead, and so is all that the block decodes to: what such a block holds
-// is below 1e-35, and the step has too few bits left.
+// NaN. A step that would be subnormal is 0 instead, and the block decodes to 0: the values of such a block are below
+// 1e-35, and the step has too few bits left.
 #pragma once
 #include <cstddef>
 #include <cstdint>

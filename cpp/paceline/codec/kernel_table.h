@@ -18,7 +18,7 @@ struct Kernels {
                         int8_t* bytes);
   void (*decode_shared)(const int8_t* bytes, size_t count, const float* largest, int levels, size_t workers,
                         float* out);
-  // Lets v = values + residual (and residual = v) where there is one, and writes a key (select.h) for every v whose
+  // With v = values + residual (and then residual = v) if there is one: writes a key (select.h) for every v whose
   // size in bits is at least `threshold`; returns how many. `keys` has room for `count`.
   size_t (*collect)(const float* values, float* residual, size_t count, uint32_t first, uint32_t threshold,
                     uint64_t* keys);

@@ -1,4 +1,4 @@
-// What the formats have in common: patterns of floats, and the step of a block.
+// Common parts of the formats: patterns of floats, and the step of a block.
 #pragma once
 #include <bit>
 #include <cstddef>
@@ -22,7 +22,7 @@ inline uint32_t largest_bits(const float* v, size_t count) {
   return largest;
 }
 
-// What one level stands for. NaN when the largest is not finite; 0 rather than a subnormal number, so that its
+// The value of one level. NaN when the largest is not finite; 0 rather than a subnormal number, so that its
 // inverse is finite; and `levels` of them do not overflow.
 inline float step_of(uint32_t largest, float levels) {
   if (largest >= kInfinityBits) return std::numeric_limits<float>::quiet_NaN();
@@ -32,8 +32,8 @@ inline float step_of(uint32_t largest, float levels) {
   return step;
 }
 
-// To nearest, ties to even, for sizes below 2^22: added to this, a number loses what is behind the point, and its
-// integer stands in the lowest bits.
+// To nearest, ties to even, for sizes below 2^22: added to this, a number loses its fraction, and its integer is in
+// the lowest bits.
 constexpr float kRounder = 12582912;  // 1.5 * 2^23
 
 }  // namespace

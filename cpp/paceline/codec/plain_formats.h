@@ -91,8 +91,8 @@ struct PlainInt8 : Plain, OfFormat<Format::int8> {
   };
 };
 
-// Rounding at random in fixed point: a number with 24 bits behind the point plus 24 random bits, of which the integer
-// part stays. Whole numbers stay what they are.
+// Rounding at random in fixed point: a number with 24 bits after the point plus 24 random bits; the integer part is
+// kept. Whole numbers do not change.
 struct PlainInt4 : Plain, OfFormat<Format::int4> {
   static constexpr size_t kHalf = kValues / 2;
   static void encode(const float* v, size_t, const Draw& draw, uint64_t at, uint8_t* to) {

@@ -50,7 +50,7 @@ struct PlainLanes {
   static void stream(float* p, Eight v) { store(p, v); }
   static void finish_stream() {}
   static void stream_bytes(uint8_t* to, const uint8_t* from, size_t count) { std::memcpy(to, from, count); }
-  // What lies some way ahead is going to be read.
+  // Prefetches memory that is read soon.
   static void prefetch(const float*) {}
   static void prefetch_bytes(const uint8_t*, size_t) {}
 };

@@ -36,7 +36,7 @@ inline bool add_slowly(const float* v, size_t count, double& plus, double& minus
   return true;
 }
 
-// Writes the head of a block whose bits are there, with those behind the n-th still to be cleared.
+// Writes the head of a block whose bits are complete, except that those after the n-th must still be cleared.
 inline void finish_onebit(const float* v, size_t n, const Side& plus, const Side& minus, uint8_t* to) {
   constexpr size_t kValues = block_of(Format::onebit).values;
   double sums[2] = {plus.total(), minus.total()};

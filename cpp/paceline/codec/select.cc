@@ -14,7 +14,7 @@ namespace paceline::codec {
 namespace {
 
 using Keys = std::vector<uint64_t>;
-constexpr size_t kChunk = 4096;  // values between two looks at the room for keys
+constexpr size_t kChunk = 4096;  // values between two checks of the space for keys
 constexpr size_t kSample = 1 << 15;
 constexpr size_t kSliceAtLeast = 1 << 16;  // values that are worth a thread
 
@@ -109,7 +109,7 @@ void select(const float* values, float* residual, size_t count, size_t k, const 
     found = 0;
     for (auto& part : parts) found += part.size();
     if (found >= k) break;
-    if (sum) source = sum, sum = nullptr;  // the residual holds the sum by now
+    if (sum) source = sum, sum = nullptr;  // the residual already holds the sum
   }
   const uint64_t border = border_key(parts, found, k);
   for (auto& part : parts)

@@ -1,12 +1,12 @@
 // The k values of largest size, and the rest for next time.
 //
-// A KEY holds all there is to know about a value, so that comparing keys compares values: from the top its size in 31
+// A KEY contains magnitude, index and sign of a value, so that comparing keys compares values: from the top its size in 31
 // bits (infinity and NaN above all numbers), then 2^31 - 1 - index, so that the lower index wins among equals, then
 // the sign.
 //
 // A THRESHOLD is estimated from a sample: the size that a few more than k values should reach. One pass over memory
-// collects the keys of those that do, in the order of their indices. Among them the k-th largest is looked for; what
-// is not below it is sent. Should too few have reached the threshold, a lower one is tried. The result is exact and
+// collects the keys of those that do, in the order of their indices. Among them the k-th largest is found; values
+// not below it are sent. If too few have reached the threshold, a lower one is tried. The result is exact and
 // does not depend on the sample.
 #pragma once
 #include <cstddef>

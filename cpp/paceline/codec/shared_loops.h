@@ -1,4 +1,4 @@
-// int8 with shared steps (blocks.h), written once and compiled once per instruction set: L are its lanes.
+// int8 with shared scales (blocks.h), written once and compiled once per instruction set: L are its lanes.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -44,7 +44,7 @@ inline float shared_step(float largest, int levels) {
   return step_of(std::bit_cast<uint32_t>(largest) & kSizeMask, float(levels));
 }
 
-// A value above what was agreed on would spoil the sum of all workers: it is cut off, and its rest kept.
+// A value above the shared scale would overflow the sum of all workers: it is clipped, and the rest kept.
 inline void quantise_shared(const float* v, float inverse, float levels, int8_t* bytes) {
   for (size_t i = 0; i < kSharedValues; ++i) {
     float level = v[i] * inverse;

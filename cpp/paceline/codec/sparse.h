@@ -1,4 +1,4 @@
-// Tensors of which only some values travel, with the indices of these, which ascend.
+// Tensors of which only some values are sent, with their indices in ascending order.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@ struct SparseRow {
   size_t count;
 };
 
-// Throws unless the indices ascend and lie within `count`: they come from others.
+// Throws unless the indices ascend and are below `count`: they come from other processes.
 void check_row(const SparseRow& row, size_t number, size_t count);
 
 // out = the sum of values / num_rows of all rows, in their order, and 0 elsewhere; only in [begin, end). The rows have

@@ -1,4 +1,4 @@
-// Messages of one collective between hosts: what is under way, with agreement before any byte is used.
+// Messages of one collective between hosts; the descriptors are compared before any byte is used.
 #pragma once
 #include <deque>
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace paceline {
 
-// Until the messages in a range have been moved.
+// Waits until the messages in a range have been moved.
 class Moved final : public Wait {
  public:
   explicit Moved(const std::deque<Message>& messages) : messages_(messages) {}
@@ -39,7 +39,7 @@ class Exchange {
  public:
   Exchange(Group& group, const Descriptor& shown) : group_(group), shown_(shown) {}
 
-  // Tells `to` what this rank called, and compares it with what `from` called.
+  // Sends this rank's call to `to`, and compares it with the call of `from`.
   Task agree(const std::vector<int>& to, const std::vector<int>& from);
 
   // Both return the message, which stays put until the exchange ends.

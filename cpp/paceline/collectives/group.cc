@@ -9,15 +9,15 @@
 
 namespace paceline {
 namespace {
-constexpr double kGoodbye_s = 1.0;  // how long a closing group waits for the others to close theirs
-constexpr double kWatched_s = 0.5;  // so recently a group must have listened to know that somebody is silent
-constexpr double kSilent_s = 2.5;   // without a heartbeat, which come every second
+constexpr double kGoodbye_s = 1.0;  // how long a closing group waits for the other members to close theirs
+constexpr double kWatched_s = 0.5;  // a group that read its channels less recently cannot call a member silent
+constexpr double kSilent_s = 2.5;   // without a heartbeat, which is sent every second
 
 std::exception_ptr make_error(ErrorKind kind, const std::string& text, int rank) {
   return std::make_exception_ptr(Error(kind, text, rank));
 }
 
-// What to tell the other members about a failure here.
+// The error that the other members get for a failure on this rank.
 Error as_error(std::exception_ptr error) {
   try {
     std::rethrow_exception(error);
@@ -50,7 +50,7 @@ Group::Group(std::shared_ptr<Engine> engine, GroupConfig config)
   if (local_.size() > 1)
     team_ = std::make_unique<Team>(*engine_, config_.id, config_.generation, local_ranks,
                                    config_.forming_s > 0 ? config_.forming_s : config_.timeout_s);
-  engine_->drop_parcels_before(config_.id, config_.generation);
+  engine_->drop_descriptors_before(config_.id, config_.generation);
   engine_->attach(this);
 }
 
@@ -58,7 +58,7 @@ Group::~Group() {
   if (engine_->in_forked_child()) return;
   close();
   engine_->detach(this);
-  // Nobody waits for members of a group that has failed, nor for one that has fallen silent: they may never answer.
+  // Do not wait for the members of a failed group, nor for a silent member: they may never answer.
   bool was_watched = now_s() - watched_s_ < kWatched_s;
   std::vector<std::unique_ptr<Port>> ports;
   for (auto it = ports_.begin(); it != ports_.end();) {
@@ -70,12 +70,12 @@ Group::~Group() {
     ports.push_back(std::move(it->second));
     it = ports_.erase(it);
   }
-  engine_->take_leave(std::move(ports));
-  take_leave();
+  engine_->linger(std::move(ports));
+  close_ports();
 }
 
 // All channels at once, because the other members close theirs in another order.
-void Group::take_leave() {
+void Group::close_ports() {
   for (auto& [key, port] : ports_) port->end_output();
   auto all_ended = [this] {
     return std::all_of(ports_.begin(), ports_.end(), [](auto& entry) { return entry.second->ended(); });
@@ -95,24 +95,24 @@ int Group::team_index(int member) const {
 
 // ---- submission ------------------------------------------------------------------------------------
 
-OperationPtr Group::enqueue(OperationPtr operation, Way way, bool background) {
+OperationPtr Group::enqueue(OperationPtr operation, OperationKind kind, bool background) {
   operation->in_background = background;
   if (engine_->in_forked_child())
     throw Error(ErrorKind::usage, "this process was forked from rank " + std::to_string(engine_->config().rank) +
-                                      ", whose groups it cannot use. Use them in the rank itself, or start ranks.");
+                                      " and cannot use its groups. Use them in the rank itself, or start ranks.");
   std::exception_ptr failure;
   {
     std::lock_guard lock(mu_);
     failure = failure_;
     if (!failure) {
-      inbox_.emplace_back(operation, way);
+      inbox_.emplace_back(operation, kind);
       has_inbox_.store(true, std::memory_order_release);
     }
   }
   if (failure) std::rethrow_exception(failure);
   engine_->announce_work(*operation);
-  // A small message leaves at once: nobody has to wake up for it.
-  if (way == Way::send) engine_->as_driver_if_free([this] { push_out(); });
+  // Send a small message at once: no thread has to wake up for it.
+  if (kind == OperationKind::send) engine_->as_driver_if_free([this] { push_out(); });
   if (background && !operation->finished()) engine_->call_progress_thread();
   return operation;
 }
@@ -126,7 +126,7 @@ OperationPtr Group::submit(Request request, bool background) {
         return run(r, *shown);
       },
       [shown] { return to_text(*shown); });
-  return enqueue(operation, Way::collective, background);
+  return enqueue(operation, OperationKind::collective, background);
 }
 
 void Group::wait(Operation& operation, double timeout_s) {
@@ -143,7 +143,7 @@ Task Group::run(std::shared_ptr<Request> request, Descriptor shown) {
     co_await run_spanning(r, shown);
   } else if (team_) {
     co_await team_->run(r, shown, divisor);
-  } else {  // alone: every collective is a copy of the own part
+  } else {  // alone: every collective copies this rank's own part
     for (size_t i = 0; i < std::min(r.inputs.size(), r.outputs.size()); ++i)
       if (r.outputs[i].data != r.inputs[i].data)
         copy(r.outputs[i].data, r.inputs[i].data, r.inputs[i].count * r.element_bytes(), false);
@@ -156,8 +156,8 @@ void Group::take_inbox() {
   if (!has_inbox_.load(std::memory_order_acquire)) return;
   std::lock_guard lock(mu_);
   has_inbox_.store(false, std::memory_order_relaxed);
-  for (auto& [operation, way] : inbox_) {
-    if (way == Way::collective) collectives_.push_back(operation);
+  for (auto& [operation, kind] : inbox_) {
+    if (kind == OperationKind::collective) collectives_.push_back(operation);
     else transfers_.push_back(operation);
   }
   inbox_.clear();
@@ -183,7 +183,7 @@ bool Group::poll() {
     for (auto& [key, port] : ports_) moved |= port->pump();
     moved |= advance_collectives();
     moved |= advance_transfers();
-    // Another member's failure ends what cannot be completed any more; what can, was completed above.
+    // Another member's failure ends the operations that can no longer complete; the others were completed above.
     if (!moved && team_ && team_->has_failure()) std::rethrow_exception(team_->published_failure());
   } catch (const std::exception&) {
     fail_now(std::current_exception());
@@ -242,11 +242,11 @@ void Group::push_out() {
 void Group::fail_now(std::exception_ptr error) {
   if (failure_) return;
   is_broken_ = true;
-  tell_members(as_error(error));
+  notify_members(as_error(error));
   end_operations(error);
 }
 
-void Group::tell_members(const Error& e) {
+void Group::notify_members(const Error& e) {
   if (team_) team_->publish_failure(e.kind, e.rank, e.what());
   for (auto& [key, port] : ports_) {
     port->forget();
@@ -310,8 +310,8 @@ Port* Group::port(int member, Lane lane) {
   return it == ports_.end() ? nullptr : it->second.get();
 }
 
-// The channel to a neighbour for point-to-point traffic. The lower rank makes its segment, when either side
-// first needs it: each side calls this for every send and receive, until both have it.
+// The channel to a neighbour for point-to-point traffic. The lower rank creates its segment when either side first needs
+// it: each side calls this for every send and receive, until both have it.
 Port* Group::open_local_port(int member) {
   if (Port* p = port(member, Lane::point_to_point)) return p;
   int peer = global_rank(member);

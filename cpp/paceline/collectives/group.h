@@ -1,10 +1,9 @@
 // A group of ranks and its operations, in this process.
 //
-// Collectives run one after the other in the order in which they were submitted; sends and receives run
-// beside them, each on its own. Members on this host form a TEAM and work through shared memory; members on
-// other hosts are reached through PORTS. When anything fails for good (a peer died, ranks disagree, the
-// membership changed) the whole group fails: every pending and later operation ends with that error, and all
-// other members are told.
+// Collectives run one after the other in the order in which they were submitted; sends and receives run concurrently,
+// each on its own. Members on this host form a TEAM and use shared memory; members on other hosts are reached through
+// PORTS. If something fails permanently (a peer died, ranks disagree, the membership changed), the whole group fails:
+// every pending and later operation ends with that error, and the other members are notified.
 #pragma once
 #include <deque>
 #include <list>
@@ -21,16 +20,16 @@
 
 namespace paceline {
 
-// Collectives and point-to-point traffic have channels of their own: neither can block the other.
+// Collectives and point-to-point traffic have separate channels: neither can block the other.
 enum class Lane : uint8_t { collective, point_to_point };
 
 struct GroupConfig {
   uint64_t id = 0;
   uint32_t generation = 0;
   std::vector<int> ranks;   // global ranks, in group order
-  std::vector<int> hosts;   // for each member a number that names its host
-  double timeout_s = 600;   // of one operation; infinite: long waits are normal here, and nothing to warn of.
-                            // A peer that is silent for EngineConfig.liveness_s fails the group either way.
+  std::vector<int> hosts;   // for each member the number of its host
+  double timeout_s = 600;   // of one operation; infinite: long waits are normal in this group, without a warning.
+                            // A peer that is silent for EngineConfig.liveness_s fails the group in any case.
   double forming_s = 0;     // how long to wait for the first neighbour of the group; 0: timeout_s
 };
 
@@ -38,10 +37,10 @@ constexpr int kAnySource = -1;
 
 class Group final : public Pollable {
  public:
-  // Collective: every member creates the same groups in the same order. Blocks in at most one place: where
-  // other members share this host, all but the first of them wait for its descriptor (Team). When that takes
-  // longer than forming_s the constructor throws peer_timeout and may be called again with the same config, or
-  // not at all when a newer generation is known: nothing is left of the attempt.
+  // Collective: every member creates the same groups in the same order. Blocks in at most one place: if other members
+  // share this host, all but the first of them wait for its descriptor (Team). If that takes longer than forming_s, the
+  // constructor throws peer_timeout. The caller may try again with the same config, or not, if there is a newer
+  // generation: nothing is left of the attempt.
   Group(std::shared_ptr<Engine> engine, GroupConfig config);
   ~Group();
 
@@ -65,7 +64,7 @@ class Group final : public Pollable {
 
   // Ends all pending and later operations with this error, here and on all members. Any thread.
   void fail(ErrorKind kind, const std::string& text, int rank);
-  // Ends them here only: others may still be reading what this rank has sent. Any thread.
+  // Ends them on this rank only: other ranks may still read what this rank has sent. Any thread.
   void close();
   bool failed();
 
@@ -98,19 +97,19 @@ class Group final : public Pollable {
   class FlushedOrLost;
   class Matched;
 
-  enum class Way : uint8_t { collective, send, receive };
-  OperationPtr enqueue(OperationPtr operation, Way way, bool background);
+  enum class OperationKind : uint8_t { collective, send, receive };
+  OperationPtr enqueue(OperationPtr operation, OperationKind kind, bool background);
   void take_inbox();
   bool advance_collectives();  // driver only
   bool advance_transfers();    // driver only
-  void push_out();             // driver only: starts what was submitted, without looking at what arrives
-  void tell_members(const Error& error);    // driver only
+  void push_out();             // driver only: starts submitted operations, without reading what arrives
+  void notify_members(const Error& error);    // driver only
   void fail_now(std::exception_ptr error);  // driver only
   void end_operations(std::exception_ptr error);  // driver only
   void check_waiting(Operation& operation, Lane lane, double now);
   void require_alive(int rank, const Operation& operation, Lane lane, double now);
   std::string peer_name(int global_rank);
-  void take_leave();
+  void close_ports();
 
   Task run(std::shared_ptr<Request> request, Descriptor shown);
   Task run_spanning(const Request& request, const Descriptor& shown);
@@ -142,7 +141,7 @@ class Group final : public Pollable {
   std::unique_ptr<Team> team_;  // null when this host has one member
 
   std::mutex mu_;
-  std::deque<std::pair<OperationPtr, Way>> inbox_;   // guarded by mu_
+  std::deque<std::pair<OperationPtr, OperationKind>> inbox_;   // guarded by mu_
   std::exception_ptr failure_;                       // guarded by mu_
   std::vector<std::tuple<int, Lane, std::unique_ptr<Channel>>> new_channels_;  // guarded by mu_
 
@@ -154,7 +153,7 @@ class Group final : public Pollable {
   std::list<Announced> announced_;
   uint64_t number_ = 0;
   double beat_s_ = 0;
-  double watched_s_ = 0;    // when somebody last waited here, and so listened to the others
+  double watched_s_ = 0;    // when this rank last waited here, and so received heartbeats
   bool is_broken_ = false;  // failed, not just closed
   std::atomic<bool> has_inbox_{false};
 };

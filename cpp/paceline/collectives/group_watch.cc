@@ -1,4 +1,4 @@
-// What a group does a few times a second while it waits: dead and stopped peers, deadlines, warnings, heartbeats.
+// The checks of a group a few times a second while it waits: dead and stopped peers, deadlines, warnings, heartbeats.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -42,9 +42,9 @@ void Group::check_waiting(Operation& operation, Lane lane, double now) {
   }
 }
 
-// Throws when the operation waits for a rank that can no longer do its part. All members get these words, so they
-// say who noticed. A rank that has finished closes all of its lanes at once: only the end of the lane that the
-// operation uses counts, because what the rank sent there before may still be on its way.
+// Throws if the operation waits for a rank that can no longer do its part. All members get the same message, so it names
+// the rank that noticed. A rank that has finished closes all of its lanes at once: only the end of the lane that the
+// operation uses counts, because what the rank sent there before may not have arrived yet.
 void Group::require_alive(int rank, const Operation& operation, Lane lane, double now) {
   const EngineConfig& limits = engine_->config();
   auto link = engine_->link(rank);
@@ -54,21 +54,21 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
   for (auto& [key, port] : ports_)
     if (port->peer() == rank) {
       lost |= key.second == lane && port->lost();
-      // A neighbour shows that it lives in shared memory; its ports are silent while it has nothing to say.
+      // A neighbour's heartbeat is in shared memory; its ports are silent while it has nothing to send.
       if (!is_neighbour) silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
     }
   std::string noticed = " during " + operation.describe() + " (noticed by rank " + std::to_string(limits.rank) + "). ";
-  // What it did before its end counts: look once more.
+  // What the rank did before its end counts: check once more.
   Wait* wait = operation.fiber().wait;
   if (lost && (!wait || !wait->ready()))
     throw Error(ErrorKind::peer_lost,
                 peer_name(rank) +
                     (link && link->left() ? " has finished and left the job" : " ended or lost its connection") + noticed +
-                    "Its own output says why; the group cannot go on without it.", rank);
+                    "Check the output of that rank; the group cannot continue without it.", rank);
   if (silent > limits.liveness_s)
     throw Error(ErrorKind::peer_timeout,
                 peer_name(rank) + " has not run for " + std::to_string(int(silent)) + " s" + noticed +
-                    "It is stopped, or its machine is: continue it, or raise PACELINE_LIVENESS_S.", rank);
+                    "Its process or its machine is stopped: continue it, or raise PACELINE_LIVENESS_S.", rank);
 }
 
 void Group::inspect(double now) {
@@ -84,12 +84,12 @@ void Group::inspect(double now) {
   }
 }
 
-// A rank that computes for a minute has no operation pending, but its peers on other hosts must still hear it.
+// A rank that computes for a minute has no operation pending, but its peers on other hosts still need its heartbeat.
 void Group::beat(double now) {
   // Several times within the limit: one late heartbeat must not look like a stopped process.
   if (now - beat_s_ < std::min(kHeartbeat_s, engine_->config().liveness_s / 4)) return;
   beat_s_ = now;
-  if (failure_) {  // nothing but the news of it may be left to send
+  if (failure_) {  // only the notice of the failure may still have to be sent
     for (auto& [key, port] : ports_) port->flush();
     return;
   }

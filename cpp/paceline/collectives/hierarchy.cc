@@ -17,16 +17,16 @@
 
 namespace paceline {
 namespace {
-constexpr uint64_t kDoublingBytes = 32 << 10;   // up to here latency counts, not bytes
+constexpr uint64_t kDoublingBytes = 32 << 10;   // up to this size latency matters, not bandwidth
 constexpr uint64_t kSegmentBytes = 256 << 10;
-constexpr size_t kWindow = 8;                   // segments that may be on their way to us
+constexpr size_t kWindow = 8;                   // segments that may be in flight to this rank
 constexpr uint64_t kLag = 8;                    // segments between two rounds of a ring
 }  // namespace
 
 Task Group::run_spanning(const Request& request, const Descriptor& shown) {
   switch (request.kind) {
     case Kind::barrier: {
-      // Everybody here has arrived; then all leaders; then everybody here may go.
+      // All members of this host arrive; then all leaders; then the members of this host continue.
       uint8_t token = 0;
       Request r;
       r.dtype = DType::uint8;
@@ -44,7 +44,7 @@ Task Group::run_spanning(const Request& request, const Descriptor& shown) {
   }
 }
 
-// Adds this host's `input` and those of the others into `data`, which may be the same memory.
+// Adds this host's `input` and those of the other hosts into `data`, which may be the same memory.
 Task Group::reduce_between_hosts(const Request& r, const Descriptor& shown, const void* input, void* data,
                                  uint64_t count) {
   if (count * r.element_bytes() > kDoublingBytes) co_return co_await ring_all_reduce(r, shown, input, data, count);
@@ -56,7 +56,7 @@ Task Group::reduce_spanning(const Request& request, const Descriptor& shown) {
   size_t es = request.element_bytes();
   uint64_t count = request.inputs[0].count;
   bool leader = me_ == local_[0], wanted = request.kind == Kind::all_reduce || me_ == request.root;
-  // The leader works in its output, or in memory of its own when it has none.
+  // The leader works in its output, or in separate memory if it has none.
   std::vector<std::byte> scratch;
   Part result = wanted ? request.outputs[0] : Part{};
   if (leader && !wanted) {
@@ -76,7 +76,7 @@ Task Group::reduce_spanning(const Request& request, const Descriptor& shown) {
   // 2. Between the leaders.
   const void* input = team_ ? result.data : request.inputs[0].data;
   if (leader) co_await reduce_between_hosts(request, shown, input, result.data, count);
-  // 3. From the leader to whoever wants it here.
+  // 3. From the leader to the members of this host that get the result.
   if (!team_) co_return;
   Request back = request;
   back.inputs.clear();
@@ -87,7 +87,7 @@ Task Group::reduce_spanning(const Request& request, const Descriptor& shown) {
     if (leader) back.inputs.push_back(result);
     else back.outputs.push_back(result);
   } else {
-    back.kind = Kind::scatter;  // everything to the root (if it is here), nothing to the others
+    back.kind = Kind::scatter;  // everything to the root (if it is on this host), nothing to the other members
     if (leader)
       for (int m : local_) back.inputs.push_back(m == request.root ? result : Part{});
     back.outputs.push_back(me_ == request.root ? result : Part{});
@@ -154,8 +154,8 @@ Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, const voi
   uint64_t longest = (count + uint64_t(hosts) - 1) / uint64_t(hosts), segment = kSegmentBytes / es;
   uint64_t per_chunk = (longest + segment - 1) / segment;
   int rounds = 2 * (hosts - 1);
-  // Rounds overlap: round t runs kLag segments behind round t-1, so what has just been added is sent on while
-  // it is in the cache. Both sides go through the same list, for what they send and for what they receive.
+  // Rounds overlap: round t lags kLag segments behind round t-1, so a segment that was just added is sent on while it
+  // is in the cache. Both sides use the same list, for what they send and for what they receive.
   struct Step { int round; uint64_t segment; };
   uint64_t steps = uint64_t(rounds) * per_chunk;
   std::vector<Step> order;
@@ -190,7 +190,7 @@ Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, const voi
   auto send_ready = [&] {
     for (; sent < steps; ++sent) {
       auto [round, number] = order[sent];
-      if (round > 0 && taken[size_t(round - 1)] <= number) return;  // still to come from the other side
+      if (round > 0 && taken[size_t(round - 1)] <= number) return;  // not received yet
       Span part = span(sent_chunk(round), number);
       exchange.send(next, (round == 0 ? mine : data) + part.start * es, part.count * es);
     }
@@ -222,7 +222,7 @@ Task Group::doubling_all_reduce(const Request& r, const Descriptor& shown, void*
   size_t divisor = r.op == ReduceOp::mean ? size_t(size()) : 1;
   int even = 1;
   while (even * 2 <= hosts) even *= 2;
-  // Leaders beyond the largest power of two hand their data to a partner and get the result back.
+  // Leaders beyond the largest power of two send their data to a partner and get the result back.
   Exchange exchange(*this, shown);
   std::vector<std::byte> theirs(bytes);
   auto fold = [&](const void* first, const void* second, size_t by) {

@@ -1,9 +1,9 @@
 // Exchanges between hosts, and the collectives in which every pair of members has its own piece.
 //
 // Gather, scatter, all-gather, all-to-all and reduce-scatter are one operation here: member i gives a piece to
-// member j. Pieces for neighbours go through the team, pieces for other hosts through the ports, both at
-// once as far as the wire is concerned; a reduce-scatter collects all pieces and folds them in rank order, so
-// it gives the same bits wherever the members run.
+// member j. Pieces for neighbours go through the team, pieces for other hosts through the ports, concurrently.
+// A reduce-scatter collects all pieces and folds them in rank order, so it gives the same bits wherever the
+// members run.
 #include <algorithm>
 #include <cstring>
 
@@ -42,7 +42,7 @@ Task Exchange::agree(const std::vector<int>& to, const std::vector<int>& from) {
   std::deque<Message*> awaited;
   for (int member : from) {
     Message& message = receive(member, &theirs_.emplace_back(), sizeof(Descriptor));
-    message.any_tag = true;  // of another operation, too: comparing the two tells people what is wrong
+    message.any_tag = true;  // also of another operation: the error then compares both calls
     awaited.push_back(&message);
   }
   for (size_t i = 0; i < from.size(); ++i) {
@@ -50,7 +50,7 @@ Task Exchange::agree(const std::vector<int>& to, const std::vector<int>& from) {
     co_await park(moved);
     int mine = group_.global_rank(group_.rank()), other = group_.global_rank(from[i]);
     const Descriptor& d = theirs_[first + i];
-    // Lower rank first, so that both sides say the same.
+    // Lower rank first, so that both sides raise the same message.
     if (mine < other) require_match(shown_, mine, d, other);
     else require_match(d, other, shown_, mine);
   }
@@ -100,8 +100,8 @@ Task Group::exchange_pieces(const Request& request, const Descriptor& shown) {
   for (int m = 0; m < n; ++m)
     if (!is_local(m)) remote.push_back(m);
   Exchange exchange(*this, shown);
-  // Remote data first: it travels while the neighbours copy. Agreement precedes each piece on its channel;
-  // the sizes of pieces are agreed the same way.
+  // Remote data first: it is sent while the neighbours copy. Descriptors precede each piece on its channel and are
+  // compared; so are the sizes of pieces.
   std::vector<uint64_t> given(static_cast<size_t>(n)), announced(static_cast<size_t>(n));
   std::vector<Message*> sizes(static_cast<size_t>(n));
   co_await exchange.agree(remote, remote);

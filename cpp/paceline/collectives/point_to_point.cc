@@ -6,7 +6,7 @@
 
 namespace paceline {
 
-// Until the channel to a neighbour exists: the lower rank makes it when it first needs it.
+// Waits until the channel to a neighbour exists: the lower rank creates it when it first needs it.
 class Group::LocalPortOpen final : public Wait {
  public:
   LocalPortOpen(Group& group, int member) : group_(group), member_(member) {}
@@ -23,12 +23,12 @@ class Group::Matched final : public Wait {
   Matched(Group& group, const Posted& posted) : group_(group), posted_(posted) {}
   bool ready() override {
     if (posted_->port) return true;
-    // A neighbour's channel may appear at any time while we wait for its announcement.
+    // A neighbour's channel may appear at any time while this rank waits for its announcement.
     if (!is_open_) is_open_ = open_ports();
     return group_.try_match(posted_);
   }
   void blockers(std::vector<int>& ranks) const override {
-    // Any one sender would do, so only a named one can be missing.
+    // A receive from any source has no sender that could be missing.
     if (posted_->member != kAnySource) ranks.push_back(group_.global_rank(posted_->member));
   }
 
@@ -48,7 +48,7 @@ class Group::Matched final : public Wait {
   bool is_open_ = false;
 };
 
-// Until what was queued on a port has left: an eager message is complete before it is sent.
+// Waits until what was queued on a port is sent: an eager message is complete before it is sent.
 class Group::Flushed : public Wait {
  public:
   explicit Flushed(Port& port) : port_(port) {}
@@ -62,7 +62,7 @@ class Group::Flushed : public Wait {
   Port& port_;
 };
 
-// The same for a thank-you: a sender that has left the job does not wait for it.
+// The same for a grant: a sender that has left the job does not wait for it.
 class Group::FlushedOrLost final : public Flushed {
  public:
   using Flushed::Flushed;
@@ -80,7 +80,7 @@ OperationPtr Group::submit_send(int member, uint64_t tag, Part part, DType dtype
   };
   auto operation = std::make_shared<Operation>(
       [=, this] { return send_message(member, message, dtype); }, std::move(describe));
-  return enqueue(operation, Way::send, background);
+  return enqueue(operation, OperationKind::send, background);
 }
 
 OperationPtr Group::submit_receive(int member, uint64_t tag, Part part, DType dtype,
@@ -97,7 +97,7 @@ OperationPtr Group::submit_receive(int member, uint64_t tag, Part part, DType dt
            (from < 0 ? "any rank" : "rank " + std::to_string(from)) + " with tag " + std::to_string(tag);
   };
   auto operation = std::make_shared<Operation>([=, this] { return receive_message(posted); }, std::move(describe));
-  return enqueue(operation, Way::receive, background);
+  return enqueue(operation, OperationKind::receive, background);
 }
 
 Task Group::send_message(int member, std::shared_ptr<Message> message, DType dtype) {

@@ -1,7 +1,7 @@
-// What one rank asks for in a collective, and the DESCRIPTOR of it that its peers read and compare.
+// The arguments of one rank's collective call, and the DESCRIPTOR of it that its peers read and compare.
 //
-// A request has input PARTS and output parts. Where the field speaks of one tensor there is one part; where
-// each peer has its own piece (scatter, gather, all-to-all) there is one part per member, in rank order:
+// A request has input PARTS and output parts. A collective on one tensor has one part; if each peer has its own
+// piece (scatter, gather, all-to-all), there is one part per member, in rank order:
 //
 //                    inputs                 outputs
 //   all_reduce       1                      1
@@ -42,15 +42,15 @@ struct Request {
   ReduceOp op = ReduceOp::sum;
   int root = 0;  // group rank
   std::vector<Part> inputs, outputs;
-  std::vector<int64_t> shape;  // for messages and for comparison where all tensors must be alike
+  std::vector<int64_t> shape;  // for messages, and for comparison if all tensors must be alike
 
   size_t element_bytes() const { return size_of(dtype); }
 };
 
-// How a rank's inputs can be read by the others.
+// How the other ranks can read a rank's inputs.
 enum class Placement : uint8_t {
   in_slot,   // small: copied into the slot itself
-  exposed,   // in engine memory: read where they lie
+  exposed,   // in engine memory: read in place
   staged,    // ordinary memory: streamed through staging buffers
 };
 
@@ -76,7 +76,7 @@ Descriptor describe(const Request& request, uint64_t number);
 // "all_reduce #412 sum float32[1024,512]"
 std::string to_text(const Descriptor& descriptor);
 
-// Throws collective_mismatch, with the same words on every rank, when the two do not fit together.
+// Throws collective_mismatch, with the same message on every rank, if the two calls do not match.
 void require_match(const Descriptor& a, int rank_a, const Descriptor& b, int rank_b);
 [[noreturn]] void raise_piece_mismatch(const Descriptor& d, int from, uint64_t sent, int to, uint64_t expected);
 

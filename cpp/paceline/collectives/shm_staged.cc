@@ -1,10 +1,10 @@
 // Collectives on one host for ordinary memory: data goes through staging buffers, cut into CHUNKS that stay
-// in the cache, several of them under way at once.
+// in the cache, several of them in flight at once.
 //
-// `chunks_` numbers chunks over the life of the team; chunk k lives in buffer k mod kStages. A buffer may be
-// filled again when everybody has drained its previous chunk. A large reduction cuts each chunk into one
-// slice per member: everybody publishes the others' slices, folds its own, publishes the result, and copies
-// the others' results out. Own data never goes through a buffer.
+// `chunks_` numbers chunks over the life of the team; chunk k is in buffer k mod kStages. A buffer may be filled
+// again when all members have drained its previous chunk. A large reduction splits each chunk into one slice per
+// member: each member publishes the other members' slices, folds its own, publishes the result, and copies the
+// other members' results out. A member's own slice never goes through a buffer.
 #include <algorithm>
 #include <cstring>
 

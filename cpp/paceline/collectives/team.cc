@@ -1,10 +1,10 @@
-// Collectives on one host: members post what they ask for, compare it, and run it.
+// Collectives on one host: members post their requests, compare them, and run them.
 //
-// Here run those whose inputs can be read where they are: small ones in the slots, and tensors in engine memory.
-// The reader does the work: after all members have arrived, each copies or folds what it needs straight from
-// the others' memory. A large all-reduce is cut into one SLICE per member; its owner folds that slice of all
-// inputs and writes the result into all outputs, so every byte is read once and written once, and one
-// barrier at the end is enough. Nobody else reads or writes that slice, so it also works in place.
+// This file has those whose inputs can be read in place: small ones in the slots, and tensors in engine memory.
+// The reader does the work: after all members have arrived, each copies or folds what it needs directly from the
+// other members' memory. A large all-reduce is split into one SLICE per member; its owner folds that slice of all
+// inputs and writes the result into all outputs, so every byte is read once and written once, and one barrier at
+// the end is enough. No other member reads or writes that slice, so it also works in place.
 #include "paceline/collectives/team.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ void Team::post(Counter Block::*counter, uint64_t value) {
     if (link) link->ring_if_sleeping();
 }
 
-// Writes what I ask for into my block, and small inputs with it, then shows it to the others.
+// Writes the request and small inputs into this member's block, then publishes them to the other members.
 void Team::post_request(Context& c) {
   const Request& r = c.request;
   Descriptor& d = block(me_).descriptors[c.op & 1];
@@ -55,7 +55,7 @@ void Team::post_request(Context& c) {
       if (at) pieces[i].where = *at;
       else if (r.inputs[i].count) all_located = false;
     }
-    for (auto& link : links_)  // a segment that a neighbour has not heard of cannot be named
+    for (auto& link : links_)  // a neighbour must know a segment before it is named
       if (link && all_located) all_located = link->flushed();
     d.placement = all_located ? Placement::exposed : Placement::staged;
   }
@@ -67,7 +67,7 @@ void Team::post_request(Context& c) {
   post(&Block::arrived, c.op);
 }
 
-// Compares what all members posted and settles on a placement that all can use.
+// Compares the requests of all members and chooses a placement that all can use.
 void Team::check_requests(Context& c) {
   const Descriptor& first = c.descriptor_of(*this, 0);
   for (int m = 1; m < size(); ++m) require_match(first, rank_of(0), c.descriptor_of(*this, m), rank_of(m));
@@ -96,8 +96,8 @@ void Team::check_requests(Context& c) {
     }
 }
 
-// Payload that the others take from me. A large reduction is shared out in slices: each member hands over all but
-// its own, and then the result of that.
+// Bytes that the other members read from this one. A large reduction is split into slices: each member sends all
+// slices but its own, and then the result of its own.
 uint64_t Team::handed_over(const Context& c) const {
   const Request& r = c.request;
   bool in_slices = (r.kind == Kind::all_reduce || r.kind == Kind::reduce) && c.placement != Placement::in_slot;
@@ -117,7 +117,7 @@ Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) 
   post_request(c);
   Reached arrived(*this, &Block::arrived, c.op);
   co_await park(arrived);
-  // Somebody may have arrived and given up: what it posted stands for nothing any more.
+  // A member may have arrived and failed: its request is no longer valid.
   if (auto failure = published_failure()) std::rethrow_exception(failure);
   check_requests(c);
   if (request.kind == Kind::barrier) co_return;
@@ -152,7 +152,7 @@ std::byte* Team::output_of(const Context& c, int member) const {
   return p;
 }
 
-// My slice of all inputs into the outputs of all members that want it.
+// Folds this member's slice of all inputs into the outputs of all members that get it.
 void Team::reduce_slice(const Context& c) {
   const Request& r = c.request;
   size_t es = r.element_bytes();
@@ -160,7 +160,7 @@ void Team::reduce_slice(const Context& c) {
   uint64_t lo = slice_start(count, es, me_, size()), hi = slice_start(count, es, me_ + 1, size());
   std::vector<const void*> sources;
   std::vector<void*> destinations;
-  bool in_place = true;  // then the lines to write have just been read, and streaming would only lose them
+  bool in_place = true;  // then the cache lines to write have just been read, and streaming would evict them
   for (int m = 0; m < size(); ++m) {
     sources.push_back(source(c, m, 0) + lo * es);
     if (!c.is_destination(m)) continue;
@@ -171,7 +171,7 @@ void Team::reduce_slice(const Context& c) {
          hi - lo, count * es >= kStreamingBytes && !in_place);
 }
 
-// Everything that I need, from everybody's inputs into my outputs.
+// Copies or folds what this member needs, from all members' inputs into its outputs.
 void Team::take_whole(const Context& c) {
   const Request& r = c.request;
   if (!c.is_destination(me_)) return;
@@ -186,7 +186,7 @@ void Team::take_whole(const Context& c) {
     return;
   }
   for (int i = 0; i < size(); ++i) {
-    int m = (me_ + i) % size();  // start at different members: not all pull at one memory at once
+    int m = (me_ + i) % size();  // start at different members, so that not all read the same memory at once
     if (!c.is_source(m) || (r.kind == Kind::broadcast && m == me_)) continue;
     const Part& out = r.outputs[r.outputs.size() == 1 ? 0 : size_t(m)];
     size_t bytes = out.count * es;
@@ -199,7 +199,7 @@ Task Team::run_whole(Context& c) {
   bool in_place = c.placement == Placement::exposed;
   if (in_place && (c.request.kind == Kind::all_reduce || c.request.kind == Kind::reduce)) reduce_slice(c);
   else take_whole(c);
-  if (!in_place) co_return;  // slots are reused only after the next arrival of everybody
+  if (!in_place) co_return;  // slots are reused only after all members have arrived at the next operation
   post(&Block::finished, c.op);
   Reached finished(*this, &Block::finished, c.op);
   co_await park(finished);

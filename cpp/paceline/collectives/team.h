@@ -1,8 +1,8 @@
 // The members of a group that share a host, and the segment through which they work together.
 //
 // Each member has a BLOCK in the segment that only it writes: counters, the descriptor and pieces of its
-// current operation (two copies, used in turn), a slot for small data, and staging buffers. Everybody waits
-// by polling the others' counters.
+// current operation (two copies, used in turn), a slot for small data, and staging buffers. Members wait by
+// polling the counters of other members.
 //
 // Why two copies suffice: a member reuses the copy of operation k in operation k+2, which it starts only
 // after all members have arrived at k+1, and they arrive at k+1 only after they finished k.
@@ -36,7 +36,7 @@ constexpr size_t kStageBytes = 256 << 10;
 
 struct Block {
   Counter arrived;   // operations whose descriptor is posted
-  Counter finished;  // operations after which this member reads nobody's memory any more
+  Counter finished;  // operations after which this member no longer reads other members' memory
   Counter filled;    // staged chunks published (inputs)
   Counter drained;   // staged chunks consumed
   Counter reduced;   // staged chunks whose own slice is published (all_reduce, reduce)
@@ -49,9 +49,9 @@ struct Block {
 
 class Team {
  public:
-  // Collective among the members (global ranks, in group order). The first one makes the segment and sends its
-  // descriptor over the links, without waiting for anybody; the others wait for that, at most this long, and
-  // may try again after peer_timeout: it will not have been lost.
+  // Collective among the members (global ranks, in group order). The first one creates the segment and sends its
+  // descriptor over the links without waiting; the other members wait for it, at most this long, and may try again
+  // after peer_timeout: the descriptor is not lost.
   Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<int> members, double timeout_s);
 
   int size() const { return int(members_.size()); }
@@ -66,18 +66,18 @@ class Team {
   // `shown` is what the user called (compared and named in errors), `divisor` divides a reduction's result.
   Task run(const Request& request, const Descriptor& shown, size_t divisor);
 
-  // Moves one of my counters and wakes members that sleep.
+  // Advances one of this member's counters and wakes members that sleep.
   void post(Counter Block::*counter, uint64_t value);
 
-  // A failure that all members must learn of, also those that could not notice it themselves.
+  // A failure for all members, also those that cannot detect it themselves.
   void publish_failure(ErrorKind kind, int rank, const std::string& text);
   std::exception_ptr published_failure() const;
   bool has_failure() const;
 
-  struct Context;  // one operation under way
+  struct Context;  // one operation in flight
 
  private:
-  Task run_whole(Context& c);    // inputs readable where they are: slots or engine memory
+  Task run_whole(Context& c);    // inputs readable in place: slots or engine memory
   Task run_staged(Context& c);
   Task stage_pieces(Context& c);
   Task stage_reduction(Context& c);
@@ -106,12 +106,12 @@ class Team {
   Header* header_ = nullptr;
   std::vector<Block*> blocks_;
   std::vector<Piece*> pieces_;
-  std::vector<std::shared_ptr<LocalLink>> links_;  // null at me
+  std::vector<std::shared_ptr<LocalLink>> links_;  // null for this member
   uint64_t op_ = 0;                // operations started
   uint64_t chunks_ = 0;            // staged chunks so far: equal on all members between operations
 };
 
-// One operation under way: what the members posted, resolved to pointers.
+// One operation in flight: the members' requests, resolved to pointers.
 struct Team::Context {
   const Request& request;
   const Descriptor& shown;
@@ -120,7 +120,7 @@ struct Team::Context {
   Placement placement = Placement::staged;  // the one that all members can use
   bool outputs_exposed = false;
   const Descriptor& descriptor_of(const Team& t, int member) const { return t.block(member).descriptors[op & 1]; }
-  // Whether this member's inputs are read by others at all.
+  // Whether other members read this member's inputs at all.
   bool is_source(int member) const {
     return !(request.kind == Kind::broadcast || request.kind == Kind::scatter) || member == request.root;
   }
@@ -132,7 +132,7 @@ struct Team::Context {
   }
 };
 
-// Until a counter of all members (or one) has reached a value.
+// Waits until a counter of all members (or one) has reached a value.
 class Reached final : public Wait {
  public:
   Reached(const Team& team, Counter Block::*counter, uint64_t value, int only = -1)

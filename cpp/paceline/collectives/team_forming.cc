@@ -1,4 +1,4 @@
-// How the members of a group on one host find their common segment.
+// Creation of the segment that the members of a group on one host share.
 #include <algorithm>
 
 #include "paceline/base/error.h"
@@ -28,7 +28,7 @@ Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<i
     try {
       segment_ = Segment::create("paceline-team", bytes);
     } catch (const Error&) {
-      for (auto& link : links_)  // without a descriptor: the others must not wait for it
+      for (auto& link : links_)  // without a descriptor, so that the other members do not wait for it
         if (link) link->send({0, LinkKind::group, group_id, 0, generation});
       throw;
     }
@@ -43,10 +43,10 @@ Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<i
     Fd fd = engine.expect(members_[0], LinkKind::group, group_id, generation, found, timeout_s);
     if (!fd)
       throw Error(ErrorKind::shared_memory, "rank " + std::to_string(members_[0]) +
-                                                " could not get the shared memory for a group; see its error.",
+                                                " could not allocate the shared memory of a group; see the error of that rank.",
                   members_[0]);
     if (found != bytes)
-      throw Error(ErrorKind::bad_frame, "rank " + std::to_string(members_[0]) + " made a group segment of " +
+      throw Error(ErrorKind::bad_frame, "rank " + std::to_string(members_[0]) + " created a group segment of " +
                                             std::to_string(found) + " bytes, expected " + std::to_string(bytes) +
                                             ": do the members agree about the group?", members_[0]);
     segment_ = Segment::map(std::move(fd), bytes);

@@ -31,7 +31,7 @@ void Operation::fail(std::exception_ptr error) {
 void Operation::finish(std::exception_ptr error) {
   error_ = error;
   task_ = Task();
-  start_ = nullptr;  // lets go of what the request held
+  start_ = nullptr;  // releases what the request held
   finished_.store(true, std::memory_order_release);
 }
 

@@ -1,4 +1,4 @@
-// One submitted operation: a root task, the fiber it runs on, and a flag that other threads look at.
+// One submitted operation: a root task, the fiber it runs on, and a flag that other threads read.
 #pragma once
 #include <atomic>
 #include <exception>
@@ -16,20 +16,20 @@ class Operation {
   using Start = std::function<Task()>;
   using Describe = std::function<std::string()>;
 
-  // `start` makes the task when the operation's turn comes; `describe` words it for messages.
+  // `start` creates the task when the operation's turn comes; `describe` returns its text for messages.
   Operation(Start start, Describe describe)
       : start_(std::move(start)), describe_(std::move(describe)), submitted_s_(now_s()) {}
 
   // Driver only. Runs until the task parks or ends; true when anything moved.
   bool advance();
-  // Driver only. Ends the operation with an error at the place where it is parked.
+  // Driver only. Ends the operation with an error at the wait where it is parked.
   void fail(std::exception_ptr error);
 
   const Fiber& fiber() const { return fiber_; }
   std::string describe() const { return describe_(); }
   double age_s() const { return now_s() - submitted_s_; }
   double next_warning_s = 0;  // driver only
-  bool in_background = false;  // nobody is going to wait for it right away; set before it is submitted
+  bool in_background = false;  // no caller is about to wait for it; set before it is submitted
 
   // Any thread.
   bool finished() const { return finished_.load(std::memory_order_acquire); }

@@ -1,10 +1,10 @@
 // Coroutines for operations: a collective reads as straight code and parks wherever it must wait.
 //
-// WAIT   a condition on shared memory or a channel, polled by whoever drives the engine.
-// FIBER  where an operation is parked: the innermost suspended coroutine and the wait it stands at.
+// WAIT   a condition on shared memory or a channel, polled by the driver of the engine.
+// FIBER  where an operation is parked: the innermost suspended coroutine and its wait.
 // TASK   a coroutine that can be awaited by another; an operation is a root task with its fiber.
 //
-// Nothing here knows threads: the engine guarantees that one thread at a time resumes fibers.
+// Nothing here deals with threads: the engine guarantees that one thread at a time resumes fibers.
 #pragma once
 #include <coroutine>
 #include <exception>
@@ -17,7 +17,7 @@ class Wait {
  public:
   // May do work to become ready (pump a channel); called often, must be cheap when nothing changed.
   virtual bool ready() = 0;
-  // Appends the ranks without which this wait cannot end; asked only when it takes long.
+  // Appends the ranks that this wait depends on; called only if it takes long.
   virtual void blockers(std::vector<int>& ranks) const = 0;
 
  protected:
@@ -31,7 +31,7 @@ struct Fiber {
   static inline thread_local Fiber* current = nullptr;
 };
 
-// co_await park(wait): go on when the wait is ready, or throw the failure that was injected.
+// co_await park(wait): resume when the wait is ready, or throw the failure that was injected.
 // The wait lives in the awaiting coroutine's frame, so that no temporary crosses a suspension.
 inline auto park(Wait& wait) {
   struct Awaiter {

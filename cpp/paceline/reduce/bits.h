@@ -1,12 +1,12 @@
 // Signs of numbers as bits, and the majority of several rows of them.
 //
-// 64 SIGNS make a word: bit i of word w belongs to element 64 w + i and is 1 for plus. Bits behind the last element
-// are 0. An element that is zero or not finite has no sign; it takes that of a coin.
+// 64 SIGNS make a word: bit i of word w belongs to element 64 w + i and is 1 for plus. Bits after the last element
+// are 0. An element that is zero or not finite has no sign; it takes the bit of a coin.
 //
-// A COIN has a bit for every element of a model, the same for whoever knows seed, step and index: bit index % 64 of
-// a hash of seed, step / 2 and index / 64, and in odd steps the opposite of it. Nobody has to send it, and it does
-// not matter who computes which part. Two steps that follow it take back each other, so that what has no gradient
-// stays where it is.
+// A COIN has a bit for every element of a model, a function of seed, step and index: bit index % 64 of a hash of seed,
+// step / 2 and index / 64, and in odd steps its opposite. Every worker computes it without communication, whichever
+// part it computes. Two consecutive steps that follow the coin cancel, so that a parameter without gradient does not
+// move.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +21,7 @@ constexpr size_t words_of(size_t signs) { return (signs + kSignsInWord - 1) / kS
 struct Coin {
   uint64_t key;    // of seed and step
   uint64_t flip;   // all ones in odd steps
-  uint64_t first;  // index of the element that the first bit belongs to
+  uint64_t first;  // index of the element of the first bit
 };
 
 Coin make_coin(uint64_t seed, uint64_t step, uint64_t first);
@@ -44,9 +44,9 @@ struct Sizes {
   uint64_t count = 0;  // of those that have a sign
 };
 
-// voted = values + (voted - scale * sign(voted)), and its signs and sizes: `voted` is what the last vote was on,
-// `scale` what a sign stood for, so that what is in the brackets is what that vote has left out. With a momentum, that
-// takes the place of the values, and is tracked in the same pass. Values and results that are not finite count as 0,
+// voted = values + (voted - scale * sign(voted)), and its signs and sizes: `voted` is the input of the last vote,
+// `scale` the value of a sign, so the brackets contain the error of that vote. A momentum replaces the values, and is
+// updated in the same pass. Values and results that are not finite count as 0,
 // as do subnormal results.
 Sizes pack_corrected(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype,
                      double scale, const Coin& coin, uint64_t* bits);

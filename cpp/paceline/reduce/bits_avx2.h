@@ -1,4 +1,4 @@
-// Signs (bits.h) by hand for AVX2: whole words here, what is left over by the plain loops. Included by
+// Signs (bits.h) by hand for AVX2: whole words here, the rest in the plain loops. Included by
 // kernels_avx2.cc only.
 #pragma once
 #include "paceline/reduce/bits_loops.h"
@@ -31,9 +31,9 @@ struct Votes {
   VectorOf<T> values, decided;  // in which lanes there is a sign
 };
 
-// What is voted with, as in bits_loops.h, for all lanes from `at` on. In most words every number is normal: quick()
-// gives them and changes nothing; `normal` says afterwards whether that was so. Then they are kept; if not, vote()
-// does all of it.
+// The input of the vote, as in bits_loops.h, for all lanes from `at` on. In most words every number is normal: quick()
+// returns them and changes nothing; afterwards `normal` is true if all were normal. Then they are kept; otherwise
+// vote() does all the work.
 template <class T>
 struct PlainLanes {
   const T* values;
@@ -152,7 +152,7 @@ struct CorrectedLanes {
   }
 };
 
-// Packs all whole words, and calls `after(first, decided)` behind each of them.
+// Packs all whole words, and calls `after(first, decided)` after each of them.
 template <class T, class Kind, class After>
 void pack_words(size_t words, const Coin& coin, uint64_t* bits, Kind kind, After after) {
   visit_words(words, [&](size_t at) __attribute__((always_inline)) {

@@ -41,7 +41,7 @@ inline uint64_t coin_word(const Coin& coin, size_t word) {
 
 constexpr size_t kBlockWords = 256;
 
-// So many words of it, at most kBlockWords: each hash is computed once.
+// `count` words of a coin, at most kBlockWords: each hash is computed once.
 inline void coin_words(const Coin& coin, size_t word, size_t count, uint64_t* bits) {
   uint64_t hashes[kBlockWords + 1];
   const uint64_t index = coin.first + kSignsInWord * word, at = index / 64;
@@ -87,7 +87,7 @@ bool is_finite(T value) {
   return std::abs(value) <= std::numeric_limits<T>::max();
 }
 
-// What is voted with: called once for every element, in the order of visit_words(), and changes what is kept.
+// The input of the vote: called once for every element, in the order of visit_words(), and changes what is kept.
 template <class T>
 struct Plain {
   const T* values;
@@ -136,7 +136,7 @@ struct Corrected {
   }
 };
 
-// Word number `word` of the signs of so many elements.
+// Word number `word` of the signs of `count` elements.
 template <class T, class Each>
 void pack_word(size_t word, size_t count, const Coin& coin, uint64_t* bits, Each& each) {
   T values[kSignsInWord];
@@ -151,7 +151,7 @@ void pack_each(size_t count, const Coin& coin, uint64_t* bits, Each& each) {
   if (count % kSignsInWord) pack_word<T>(count / kSignsInWord, count, coin, bits, each);
 }
 
-// Calls one of `run(Plain)`, `run(Tracked)` with what the caller has got.
+// Calls `run(Plain)` or `run(Tracked)`, depending on the arguments.
 template <class T, class Run>
 auto with_source(const void* values, const Momentum& momentum, Run run) {
   auto* from = static_cast<const T*>(values);

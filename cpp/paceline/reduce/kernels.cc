@@ -41,7 +41,7 @@ void copy(void* to, const void* from, size_t bytes, bool streaming) {
 }
 
 void reduce_mean(const void* const* sources, size_t num_sources, void* destination, size_t count, DType dtype) {
-  // In place the lines to write have just been read, and streaming would only lose them.
+  // In place the cache lines to write have just been read, and streaming would evict them.
   bool in_place = std::find(sources, sources + num_sources, destination) != sources + num_sources;
   bool streaming = count * size_of(dtype) >= kStreamingBytes && !in_place;
   reduce({dtype, ReduceOp::mean, num_sources}, sources, num_sources, &destination, 1, count, streaming);

@@ -1,7 +1,7 @@
 // Element-wise reduction of several sources into several destinations, in one pass over memory.
 //
-// The sources are folded strictly in the order given, so the same inputs give the same bits whoever
-// computes them. 16-bit floats are accumulated in float32 and rounded once. Division for `mean`
+// The sources are folded strictly in the order given, so the same inputs give the same bits in every
+// process. 16-bit floats are accumulated in float32 and rounded once. Division for `mean`
 // happens here and nowhere else: `divisor` is the number of contributions, 1 for partial sums.
 #pragma once
 #include <cstddef>
@@ -16,12 +16,12 @@ struct Reduction {
   size_t divisor = 1;  // > 1 only in the last stage of a mean
 };
 
-// A result of this size does not survive in the cache until somebody reads it.
+// A result of this size does not stay in the cache until it is read.
 constexpr size_t kStreamingBytes = 32u << 20;
 
 // destinations[j][i] = fold(sources[0][i], sources[1][i], ...) for all i < count.
 // A destination may be the same memory as a source (not overlap it in part). `streaming` writes past
-// the cache: for results larger than it, which nobody reads at once.
+// the cache: for results larger than the cache, which are not read at once.
 void reduce(const Reduction& what, const void* const* sources, size_t num_sources,
             void* const* destinations, size_t num_destinations, size_t count, bool streaming);
 

@@ -1,8 +1,8 @@
-// Engine memory: tensors allocated here are reduced where they lie, because every process of the host
-// maps the same pages.
+// Engine memory: tensors allocated here are reduced in place, because every process of the host maps the
+// same pages.
 //
-// Memory is cut from SEGMENTS of at least kSegmentBytes; a segment with nothing left in it is given
-// back, unless it is the only one. A peer finds a tensor by (segment id, offset).
+// Memory is allocated from SEGMENTS of at least kSegmentBytes; an empty segment is freed, unless it is the only
+// one. A peer finds a tensor by (segment id, offset).
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -14,7 +14,7 @@
 
 namespace paceline {
 
-// Where a tensor lies in engine memory; segment 0 means "nowhere".
+// The location of a tensor in engine memory; segment 0 means none.
 struct Location {
   uint64_t segment = 0;
   uint64_t offset = 0;
@@ -22,14 +22,14 @@ struct Location {
 
 class Arena {
  public:
-  // Called when a segment appears (fd >= 0) or goes away (fd < 0), under the arena's lock.
+  // Called when a segment is created (fd >= 0) or freed (fd < 0), under the arena's lock.
   using Announce = std::function<void(uint64_t id, size_t bytes, int fd)>;
 
   explicit Arena(Announce announce) : announce_(std::move(announce)) {}
 
   void* allocate(size_t bytes);
-  // In a segment of its own, whose pages are never given to somebody else: peers may keep using them
-  // after this process has freed the block.
+  // In a separate segment, whose pages are never reused: peers may keep using them after this process has freed
+  // the block.
   void* allocate_apart(size_t bytes);
   void free(void* p);
   std::optional<Location> locate(const void* p, size_t bytes) const;

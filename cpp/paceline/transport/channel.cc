@@ -17,9 +17,9 @@
 namespace paceline {
 namespace {
 
-// BBR sends by the clock: a timer for every few packets, which costs throughput between hosts that are near
-// each other (docs/log.md), and gains nothing there. Where the system's default is BBR and the peer answers
-// quickly, take the ordinary algorithm; over long distances BBR stays.
+// BBR paces packets with a timer for every few packets. Between hosts that are near each other this costs throughput
+// (docs/log.md) and gains nothing. If the system's default is BBR and the peer answers quickly, use the ordinary
+// algorithm; over long distances BBR stays.
 void avoid_pacing(int fd) {
   constexpr uint32_t kNear_us = 2000;
   char name[16] = {};
@@ -29,11 +29,11 @@ void avoid_pacing(int fd) {
   length = sizeof info;
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0 || info.tcpi_rtt > kNear_us) return;
   if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
-    setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);  // always there; if not, BBR works as well
+    setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);  // always available; if not, BBR works too
 }
 
-// After an interruption TCP tries again at ever longer intervals: a wire that was cut for 3 s is found whole only
-// 3 s later, when peers have long been taken for lost. Try at least every second instead, where the kernel can.
+// After an interruption TCP retransmits at ever longer intervals: a link that was down for 3 s is used again only 3 s
+// later, when peers already count as lost. Retransmit at least every second instead, if the kernel supports it.
 void retry_soon(int fd) {
   constexpr int kRtoMax_ms = 44;  // TCP_RTO_MAX_MS, since Linux 6.15
   int one = 1, second_ms = 1000;
@@ -51,8 +51,8 @@ TcpChannel::TcpChannel(Fd socket) : socket_(std::move(socket)) {
   retry_soon(fd);
 }
 
-// On a slow line every packet would wake the progress thread, which takes a tenth of a core from whoever computes.
-// The kernel counts what is there again with every change, so that nothing is missed.
+// On a slow network every packet would wake the progress thread, which takes a tenth of a core from the computation.
+// The kernel compares the available bytes again after every change, so no wake-up is missed.
 void TcpChannel::wake_at(size_t bytes) {
   constexpr size_t kEnough = 32 << 10;
   int wanted = int(std::clamp<size_t>(bytes, 1, kEnough));
@@ -77,7 +77,7 @@ bool TcpChannel::ended() {
 
 void TcpChannel::close_after_fork() { socket_.reset(); }
 
-// A peer that went away may have said why before: only the end of what it sent makes the channel lost.
+// A peer that has ended may have sent its error before: the channel is lost only at the end of what it sent.
 size_t TcpChannel::write_some(const iovec* parts, int num_parts) {
   if (unwritable_) return 0;
   msghdr header{};
@@ -106,7 +106,7 @@ ShmChannel::ShmChannel(Segment segment, bool first, std::shared_ptr<LocalLink> l
 
 size_t ShmChannel::write_some(const iovec* parts, int num_parts) {
   uint64_t at = out_->written.load(std::memory_order_relaxed);
-  // The peer's counter is not trusted: a wrong one must not make us write outside of the ring.
+  // The peer's counter is not trusted: a wrong one must not cause writes outside of the ring.
   size_t room = kRingBytes - std::min<uint64_t>(at - out_->read.load(std::memory_order_acquire), kRingBytes);
   size_t done = 0;
   for (int i = 0; i < num_parts && room; ++i) {

@@ -14,14 +14,13 @@ namespace paceline {
 class Channel {
  public:
   virtual ~Channel() = default;
-  // Both return how many bytes moved; 0 means "not now" or lost().
+  // Both return the number of bytes moved; 0 means "not now" or lost().
   virtual size_t write_some(const iovec* parts, int num_parts) = 0;
   virtual size_t read_some(void* to, size_t bytes) = 0;
-  // Somebody is about to sleep who needs so many bytes: fewer shall not wake it.
+  // The driver is about to sleep and needs this many bytes: fewer must not wake it.
   virtual void wake_at(size_t) {}
   virtual void close_after_fork() {}
-  // Leaving in good order: first end the own direction, then drop what still arrives until the peer has
-  // ended its direction too.
+  // Clean close: first end this direction, then drop what still arrives until the peer has ended its direction.
   virtual void end_output() {}
   virtual bool ended() { return true; }
   bool lost() const { return lost_; }              // nothing more will arrive

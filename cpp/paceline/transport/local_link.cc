@@ -63,7 +63,7 @@ void LocalLink::flush_locked() {
         int fd = fds[i].get();
         memcpy(CMSG_DATA(c) + i * sizeof fd, &fd, sizeof fd);
       }
-      if (message.kind == LinkKind::presence) {  // said in so many words: the peer may not have asked yet
+      if (message.kind == LinkKind::presence) {  // sent explicitly: the peer may not have enabled SO_PASSCRED yet
         ucred me{getpid(), geteuid(), getegid()};
         header.msg_controllen += CMSG_SPACE(sizeof me);
         c = CMSG_NXTHDR(&header, c);
@@ -88,7 +88,7 @@ void LocalLink::flush_locked() {
 void LocalLink::receive() {
   std::lock_guard lock(mu_);
   if (lost()) return;
-  // Asked first: what the peer sent before its end is read below. A child that it forked may keep the socket
+  // Checked first: what the peer sent before its end is read below. A child that it forked may keep the socket
   // open for longer than the peer lives.
   bool has_ended = process_.has_ended();
   flush_locked();
@@ -159,17 +159,17 @@ void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds, int send
       left_.store(true, std::memory_order_release);
       return;
   }
-  mark_lost();  // a message that no version of us sends
+  mark_lost();  // a message that no version of Paceline sends
 }
 
-bool LocalLink::end_process(double timeout_s) {
+bool LocalLink::kill_process(double timeout_s) {
   Neighbour held;
   {
     std::lock_guard lock(mu_);
     if (process_) held = process_.again();
     else if (!lost())
-      throw Error(ErrorKind::usage, "rank " + std::to_string(peer_) + " cannot be ended from here: the kernel did not"
-                                    " say which process it is (another pid namespace?)", peer_);
+      throw Error(ErrorKind::usage, "rank " + std::to_string(peer_) + " cannot be killed by this process: the kernel did not"
+                                    " report its pid (another pid namespace?)", peer_);
   }
   return held.end(timeout_s);
 }
@@ -196,7 +196,7 @@ std::shared_ptr<Segment> LocalLink::find(const Location& where, size_t bytes) {
     return it->second;
   };
   if (auto segment = look()) return segment;
-  receive();  // the announcement was sent before anybody could name the segment
+  receive();  // the announcement was sent before the segment could be named
   return look();
 }
 
@@ -214,7 +214,7 @@ void LocalLink::ring_if_sleeping() {
 
 double LocalLink::silent_s(double now) {
   uint64_t beat = presence_ ? presence_->heartbeat.load(std::memory_order_relaxed) : 0;
-  // A side that did not look for a while knows nothing about the time in between.
+  // A side that did not check for a while knows nothing about the time in between.
   if (beat != last_beat_ || now - sampled_s_ > 1.0) {
     last_beat_ = beat;
     beat_s_ = now;

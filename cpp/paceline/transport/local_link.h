@@ -1,12 +1,12 @@
-// The connection between two processes of one host: a Unix socket that carries file descriptors, tells
-// at once when the peer dies, and gives each side the other's PRESENCE page and doorbell.
+// The connection between two processes of one host: a Unix socket that carries file descriptors, shows at once
+// that the peer died, and gives each side the other's PRESENCE page and doorbell.
 //
-// The socket arrives authenticated. Messages are of fixed size; a segment's descriptor rides along. The first
-// one of each side carries its credentials, which the kernel vouches for: so the peer's PROCESS is known too,
-// and can be ended when it must not touch shared memory any more.
+// The socket is authenticated already. Messages have a fixed size and may carry a segment's descriptor. The first
+// message of each side carries its credentials, which the kernel verifies: so the peer's PROCESS is known too, and
+// can be killed when it must no longer touch shared memory.
 //
-// A peer may be FORGOTTEN, when it is gone: the descriptors and mappings go at once, what remains is that it
-// was lost. Memory of it that somebody holds (find) stays.
+// A peer that is gone may be FORGOTTEN: its descriptors and mappings are released at once, and the link only records
+// that it was lost. Memory of the peer that is still referenced (find) stays mapped.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -42,29 +42,29 @@ struct LinkMessage {
 
 class LocalLink {
  public:
-  // A descriptor that the peer sent for somebody else to pick up (group and channel messages).
+  // Receives descriptors that the peer sent for a group (group and channel messages).
   using Deliver = std::function<void(int peer, const LinkMessage&, Fd)>;
 
-  // Told the descriptor that becomes readable when the peer's process ends.
+  // Gets the descriptor that becomes readable when the peer's process ends.
   using OnProcess = std::function<void(int fd)>;
 
   LocalLink(int peer, Fd socket, Deliver deliver, OnProcess on_process);
 
-  // Shows the own page and doorbell to the peer; once, before anything else.
+  // Sends this side's page and doorbell to the peer; once, before anything else.
   void introduce(const Segment& presence, int doorbell);
   void send(LinkMessage message, std::vector<int> fds = {});
-  // Reads whatever has arrived. Never blocks.
+  // Reads what has arrived. Never blocks.
   void receive();
   // True when everything sent has left this process.
   bool flushed();
 
   // The peer's tensor, or null when its segment is unknown or the range is outside of it.
   std::byte* resolve(const Location& where, size_t bytes);
-  // The peer's segment around it, mapped for as long as somebody holds it, whatever the peer does.
+  // The peer's segment that contains it, mapped for as long as it is referenced, whatever the peer does.
   std::shared_ptr<Segment> find(const Location& where, size_t bytes);
 
   void ring_if_sleeping();
-  // Seconds since the peer's heartbeat last moved, as far as this side has watched.
+  // Seconds since the peer's heartbeat last moved, as far as this side has checked.
   double silent_s(double now);
 
   int peer() const { return peer_; }
@@ -73,9 +73,9 @@ class LocalLink {
   int pid() const { return pid_.load(std::memory_order_relaxed); }  // -1 until the peer has introduced itself
   bool present() const { return present_.load(std::memory_order_acquire); }
 
-  // Ends the peer's process; false when it had ended before. Any thread.
-  bool end_process(double timeout_s);
-  // Drops everything that was held of the peer. Driver only: nobody else may be about to use its memory.
+  // Kills the peer's process; false if it had ended before. Any thread.
+  bool kill_process(double timeout_s);
+  // Releases all resources of the peer. Driver only: no operation may be about to use its memory.
   void forget();
   bool lost() const { return lost_.load(std::memory_order_acquire); }
   bool left() const { return left_.load(std::memory_order_acquire); }

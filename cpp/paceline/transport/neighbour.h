@@ -1,5 +1,5 @@
-// The process at the other end of a link, held by a PIDFD: unlike a number, it never comes to mean another
-// process when that one has ended.
+// The process at the other end of a link, held by a PIDFD: unlike a pid, it never refers to another process after
+// this one has ended.
 #pragma once
 #include "paceline/transport/segment.h"
 
@@ -8,18 +8,18 @@ namespace paceline {
 class Neighbour {
  public:
   Neighbour() = default;
-  // `pid` is what the kernel said about the sender of a message on `socket`. It is opened only if the socket
-  // is still open at the other end afterwards: then its process was there all the time, and the number its own.
+  // `pid` is the kernel's value for the sender of a message on `socket`. It is opened only if the socket is still
+  // open at the other end afterwards: then the process has existed all the time, and the pid is its own.
   static Neighbour open(int pid, int socket);
 
   explicit operator bool() const { return bool(fd_); }
   int fd() const { return fd_.get(); }  // readable once the process has ended
   bool has_ended() const;
-  // Ends the process, also one that is stopped, and waits until it is gone; false when it was gone before.
-  // One that the kernel cannot take down in this time (its machine thrashes, a debugger or a freezer holds it)
-  // runs no instruction of its own any more either.
+  // Kills the process, also a stopped one, and waits until it is gone; false if it was gone before. If the kernel
+  // cannot end the process in this time (the machine thrashes, a debugger or a freezer holds it), the process
+  // nevertheless runs no more instructions.
   bool end(double timeout_s);
-  Neighbour again() const;  // a second hold on the same process
+  Neighbour again() const;  // a second reference to the same process
   void reset() { fd_.reset(); }
 
  private:

@@ -16,7 +16,7 @@ Port::Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAn
 
 void Port::send(Message* m) {
   m->peer = peer_;
-  if (m->bytes == 0) m->done = true;  // both sides know: nothing travels
+  if (m->bytes == 0) m->done = true;  // both sides know: nothing is sent
   else sending_.push_back(m);
 }
 
@@ -37,7 +37,7 @@ void Port::announce(Message* m, uint64_t detail) {
   if (m->bytes <= kEagerBytes && eager_ < kMaxEager) {
     control_.push_back({h, std::string(reinterpret_cast<const char*>(m->data), m->bytes)});
     ++eager_;
-    m->done = true;  // its data is on its way in a copy
+    m->done = true;  // a copy of its data is queued
     return;
   }
   announced_[h.message] = m;
@@ -67,7 +67,7 @@ void Port::abort(uint64_t kind, int rank, const std::string& text) {
 }
 
 void Port::heartbeat() {
-  if (!control_.empty() || out_at_ != out_total_) return;  // something is on its way anyway
+  if (!control_.empty() || out_at_ != out_total_) return;  // something is being sent anyway
   FrameHeader h;
   h.kind = FrameKind::heartbeat;
   control_.push_back({h, {}});
@@ -80,7 +80,7 @@ void Port::forget() {
   expected_.clear();
   granted_.clear();
   if (!out_message_) return;
-  // A frame under way cannot be taken back, but its memory may go: finish it from a copy.
+  // A frame in flight cannot be cancelled, but its memory may be freed: finish it from a copy.
   out_text_.assign(reinterpret_cast<const char*>(out_payload_), out_payload_bytes_);
   out_payload_ = reinterpret_cast<const std::byte*>(out_text_.data());
   out_message_ = nullptr;
@@ -266,7 +266,7 @@ void Port::accept_control() {
     case FrameKind::abort:
       return on_abort_(h, in_text_);
     default:
-      return;  // a heartbeat: hearing it is enough
+      return;  // a heartbeat: receiving it is enough
   }
 }
 

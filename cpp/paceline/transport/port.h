@@ -1,10 +1,10 @@
 // Frames on a channel: whole messages in both directions, checked.
 //
 // Two ways to send. EXPECTED messages (collectives): both sides post the same messages in the same order,
-// so data goes out at once; a side that has not posted its receive yet simply does not read on.
+// so data is sent at once; a side that has not posted its receive yet stops reading.
 // ANNOUNCED messages (point to point): the sender announces size and tag, the receiver grants the message
-// when a matching receive exists, then the data flows; so any order of tags works. Small messages ride along
-// in their announcement (EAGER), up to a bounded number that the receiver has not matched yet.
+// when a matching receive exists, then the data is sent; so any order of tags works. Small messages are sent within
+// their announcement (EAGER), up to a bounded number that the receiver has not matched yet.
 //
 // Driver only. Messages belong to the caller and must outlive their transfer.
 #pragma once
@@ -24,7 +24,7 @@ struct Message {
   std::byte* data = nullptr;
   uint64_t bytes = 0;
   uint64_t tag = 0;
-  bool any_tag = false;  // receives whatever comes next, if it has this size
+  bool any_tag = false;  // receives the next message, if it has this size
   int peer = -1;        // global rank, for error messages
   uint64_t moved = 0;   // bytes that have left or arrived
   bool done = false;
@@ -58,7 +58,7 @@ class Port {
   bool flushed() const { return control_.empty() && out_at_ == out_total_; }  // no control frame left to send
 
   int peer() const { return peer_; }
-  // Gone, and nothing that it sent is left to read, or what is left will never be asked for.
+  // The peer is gone, and nothing that it sent is left to read, or what is left will never be received.
   bool lost() const { return channel_->lost() || (channel_->unwritable() && is_parked()); }
   double heard_s() const { return heard_s_; }
   void close_after_fork() { channel_->close_after_fork(); }
@@ -73,7 +73,7 @@ class Port {
   bool next_frame();
   bool pump_in();
   bool begin_payload();
-  bool is_parked() const { return !in_payload_ && in_at_ == kFrameHeaderBytes; }  // at data that nobody expects yet
+  bool is_parked() const { return !in_payload_ && in_at_ == kFrameHeaderBytes; }  // at data without a posted receive
   void end_payload();
   void accept_control();
 

@@ -1,8 +1,8 @@
-// A view of a segment in which this process may scribble: what others write shows through, until this process
-// writes to a page itself; from then on the page is its own copy, until it is discarded.
+// A view of a segment that this process may write to privately: writes of other processes are visible until this
+// process writes to a page itself; from then on the page is its own copy, until it is discarded.
 //
-// It is a private mapping of the segment's file. Which pages have become copies, the kernel tells
-// (/proc/self/pagemap), so looking costs some hundred microseconds per 100 MB and writing costs nothing.
+// It is a private mapping of the segment's file. The kernel reports which pages have become copies
+// (/proc/self/pagemap), so checking costs some hundred microseconds per 100 MB and writing costs nothing.
 #pragma once
 #include "paceline/transport/segment.h"
 
@@ -18,7 +18,7 @@ class PrivateView {
   size_t bytes() const { return bytes_; }
   // Whether this process has written to any page since the last discard.
   bool changed() const;
-  // Forgets what this process wrote: the view shows the segment again.
+  // Drops what this process wrote: the view shows the segment again.
   void discard();
 
  private:

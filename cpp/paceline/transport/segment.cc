@@ -23,7 +23,7 @@ std::string megabytes(double bytes) {
   return text;
 }
 
-// What the kernel believes can still be had; 0 when it does not tell.
+// The kernel's estimate of available memory; 0 if it reports none.
 uint64_t available_bytes() {
   FILE* f = fopen("/proc/meminfo", "re");
   if (!f) return 0;
@@ -53,11 +53,11 @@ Segment::Segment(Fd fd, size_t bytes) : fd_(std::move(fd)), bytes_(bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (p == MAP_FAILED) fail("map", bytes, errno);
   data_ = static_cast<std::byte*>(p);
-  madvise(p, bytes, MADV_HUGEPAGE);  // a wish: ignored where the kernel does not do it
+  madvise(p, bytes, MADV_HUGEPAGE);  // only a hint: a kernel without large pages ignores it
 }
 
 Segment Segment::create(const char* name, size_t bytes) {
-  // fallocate() would happily eat the last page of the machine before it fails.
+  // fallocate() would use up the last page of the machine before it fails.
   if (uint64_t available = available_bytes(); available && bytes > available)
     fail("reserve", bytes, ENOMEM);
   Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));

@@ -1,4 +1,4 @@
-// A piece of memory that several processes map: a sealed memfd, which dies with its last user.
+// Memory that several processes map: a sealed memfd, which is freed with its last user.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace paceline {
 
-// A file descriptor that is closed when its owner goes.
+// A file descriptor that is closed when its owner is destroyed.
 class Fd {
  public:
   Fd() = default;

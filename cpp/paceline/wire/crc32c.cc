@@ -21,10 +21,10 @@ constexpr auto kTable = make_table();
 
 #if defined(__x86_64__)
 // The crc32 instruction has a latency of three cycles but a throughput of one, so three LANES are run
-// side by side and joined: the register of the first two lanes is advanced over the zero bytes that stand
-// for the lanes behind them, by a table lookup per byte of the register. Lanes are long where the data is,
-// because the hardware's prefetching needs a few pages to get going (cold memory: 6 GB/s with lanes of 2 KB,
-// 19 GB/s with 16 KB), and short for what is left.
+// side by side and joined: the registers of the first two lanes are advanced over zero bytes in place of the
+// following lanes, by a table lookup per byte of the register. Lanes are long for most of the data, because
+// the hardware's prefetching needs a few pages to start (cold memory: 6 GB/s with lanes of 2 KB, 19 GB/s with
+// 16 KB), and short for the rest.
 constexpr size_t kLongLane = 16384, kShortLane = 512;
 
 constexpr uint32_t advance_zeros(uint32_t crc, size_t n) {

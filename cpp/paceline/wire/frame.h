@@ -1,4 +1,4 @@
-// The frame: what crosses a channel between two processes. docs/protocol.md describes it in words.
+// The frame: the unit that is sent on a channel between two processes. docs/protocol.md describes it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -23,7 +23,7 @@ constexpr uint64_t kMaxMessageBytes = 1ull << 42;
 struct FrameHeader {
   FrameKind kind = FrameKind::data;
   uint32_t generation = 0;
-  uint32_t sequence = 0;  // counts frames on this channel: a replayed or lost frame is noticed
+  uint32_t sequence = 0;  // counts frames on this channel, to detect a replayed or lost frame
   uint64_t tag = 0;
   uint64_t message = 0;   // which announced message a grant or data frame belongs to
   uint64_t total_bytes = 0;

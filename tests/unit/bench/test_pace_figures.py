@@ -62,16 +62,16 @@ def test_who_never_gets_to_the_target_comes_last_the_better_ones_first():
 def test_a_loss_is_judged_by_the_spread_of_the_reference():
     noise = Noise.of([2.0, 2.1, 1.9, 2.05, 1.95])
     assert noise.mean == pytest.approx(2.0) and noise.sd == pytest.approx(0.0790569)
-    assert noise.verdict([2.1, 2.15]) == "within 2 sd"
-    assert noise.verdict([1.9]) == "within 2 sd"
-    assert noise.verdict([2.3]) == "0.300 worse (+3.8 sd)"
-    assert noise.verdict([1.7]) == "0.300 better (-3.8 sd)"
-    assert noise.verdict([2.0, math.nan]) == "diverged"
+    assert noise.compare([2.1, 2.15]) == "within 2 sd"
+    assert noise.compare([1.9]) == "within 2 sd"
+    assert noise.compare([2.3]) == "0.300 worse (+3.8 sd)"
+    assert noise.compare([1.7]) == "0.300 better (-3.8 sd)"
+    assert noise.compare([2.0, math.nan]) == "diverged"
 
 
 def test_without_a_spread_only_the_same_loss_is_within_it():
-    assert Noise.of([2.0]).verdict([2.0]) == "within 2 sd"
-    assert "worse" in Noise.of([2.0]).verdict([2.1])
+    assert Noise.of([2.0]).compare([2.0]) == "within 2 sd"
+    assert "worse" in Noise.of([2.0]).compare([2.1])
 
 
 def test_throughput_counts_until_the_last_has_ended():

@@ -222,7 +222,7 @@ def test_int4_rounds_neighbours_and_steps_independently():
     """Of 2^16 pairs of coins half are equal; beyond 6 standard deviations with p < 2e-9."""
     count = 2**16 + 512
     values = torch.full((count,), 0.5 / 7)
-    values[::512] = 1.0  # the largest of every block: the others lie between levels 0 and 1
+    values[::512] = 1.0  # the largest of every block: the other values are between levels 0 and 1
     ups = torch.stack(
         [decoded("int4", encoded("int4", values, draw=Draw(5, i)), count=count) > 0 for i in (0, 1)]
     )

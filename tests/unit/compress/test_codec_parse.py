@@ -59,7 +59,7 @@ def test_a_codec_survives_being_written_and_read(spec: CodecSpec) -> None:
         ("x" * 500, "..."),
     ],
 )
-def test_what_is_wrong_is_said(text: object, words: str) -> None:
+def test_errors_name_what_is_wrong(text: object, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_codec(text)
     assert words in str(caught.value)

@@ -22,7 +22,7 @@ class Tensor:
         return torch.Size((self.count,))
 
 
-# A small one between large ones; gaps before, between and behind.
+# A small one between large ones; gaps before, between and after.
 TENSORS = (
     Tensor(16, 1500),
     Tensor(1520, 9),

@@ -1,0 +1,156 @@
+// The engine's links to the neighbours on this host, the descriptors that arrive through them, and the channels of
+// failed groups that are still closing.
+#include <poll.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "paceline/base/error.h"
+#include "paceline/engine/engine.h"
+
+namespace paceline {
+namespace {
+constexpr double kKill_s = 0.5;      // how long the kernel may take to end a process
+constexpr double kLinger_s = 1.0;   // how long the channels of a failed group wait for the peers to end theirs
+}  // namespace
+
+void Engine::add_local_peer(int rank, Fd socket) {
+  auto deliver = [this](int from, const LinkMessage& m, Fd fd) {
+    std::lock_guard lock(received_mu_);
+    received_.push_back({from, m, std::move(fd)});
+  };
+  auto link = std::make_shared<LocalLink>(rank, std::move(socket), deliver, [this](int process) { watch(process, true); });
+  link->introduce(presence_segment_, doorbell_.get());
+  {
+    std::lock_guard lock(links_mu_);
+    if (!links_.emplace(rank, link).second)
+      throw Error(ErrorKind::usage, "rank " + std::to_string(rank) + " is linked already: ranks are never reused",
+                  rank);
+  }
+  // From here on new segments are announced to this link; one created meanwhile is announced twice.
+  arena_.for_each_segment([&](uint64_t id, size_t bytes, int fd) {
+    link->send({0, LinkKind::segment, id, bytes, 0}, {fd});
+  });
+  watch(link->socket());
+}
+
+void Engine::await_local_peers(double timeout_s, std::vector<int> ranks) {
+  double deadline = now_s() + timeout_s;
+  for (auto& l : links()) {
+    if (!ranks.empty() && std::find(ranks.begin(), ranks.end(), l->peer()) == ranks.end()) continue;
+    while (!l->present()) {
+      bool is_lost = l->lost();  // checked first: the peer may have introduced itself before its end
+      l->receive();
+      if (l->present()) break;
+      if (is_lost || now_s() > deadline)
+        throw Error(is_lost ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
+                    "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(l->peer()) +
+                        " on this host " + (is_lost ? "ended" : "did not answer") +
+                        " while the shared memory was being set up. Check the output of that rank.", l->peer());
+      pollfd p{l->socket(), POLLIN, 0};
+      ::poll(&p, 1, 50);
+    }
+  }
+}
+
+std::shared_ptr<LocalLink> Engine::link(int rank) {
+  std::lock_guard lock(links_mu_);
+  auto it = links_.find(rank);
+  return it == links_.end() ? nullptr : it->second;
+}
+
+std::vector<std::shared_ptr<LocalLink>> Engine::links() {
+  std::vector<std::shared_ptr<LocalLink>> all;
+  std::lock_guard lock(links_mu_);
+  for (auto& [rank, link] : links_) all.push_back(link);
+  return all;
+}
+
+bool Engine::end_peer(int rank) {
+  auto l = link(rank);
+  if (!l) return false;
+  l->receive();
+  return l->kill_process(kKill_s);
+}
+
+void Engine::forget_peer(int rank) {
+  std::shared_ptr<LocalLink> gone;
+  {
+    std::lock_guard lock(links_mu_);
+    auto it = links_.find(rank);
+    if (it == links_.end()) return;
+    gone = std::move(it->second);
+    links_.erase(it);
+  }
+  // As the driver, so that no operation uses the memory while it is released.
+  as_driver([&] { gone->forget(); });
+  std::lock_guard lock(received_mu_);
+  std::erase_if(received_, [&](const ReceivedDescriptor& received) { return received.rank == rank; });
+}
+
+void Engine::receive_links() {
+  for (auto& link : links()) link->receive();
+}
+
+void Engine::drop_descriptors_before(uint64_t id, uint64_t generation) {
+  std::lock_guard lock(received_mu_);
+  std::erase_if(received_, [&](const ReceivedDescriptor& p) { return p.message.id == id && p.message.extra < generation; });
+}
+
+bool Engine::try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, Fd& fd) {
+  if (auto l = link(rank)) l->receive();
+  std::lock_guard lock(received_mu_);
+  for (auto it = received_.begin(); it != received_.end(); ++it)
+    if (it->rank == rank && it->message.kind == kind && it->message.id == id && it->message.extra == extra) {
+      bytes = it->message.bytes;
+      fd = std::move(it->fd);
+      received_.erase(it);
+      return true;
+    }
+  return false;
+}
+
+Fd Engine::expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, double timeout_s) {
+  auto l = link(rank);
+  double start = now_s(), deadline = start + timeout_s, warning = start + config_.warn_s;
+  for (Fd fd;;) {
+    bool is_lost = !l || l->lost();  // checked first: what it sent before its end is found below
+    if (try_expect(rank, kind, id, extra, bytes, fd)) return fd;
+    if (now_s() > warning) {
+      warning = start + 3 * (warning - start);
+      fprintf(stderr, "paceline: rank %d: forming a group has waited %.0f s for rank %d\n", config_.rank,
+              now_s() - start, rank);
+    }
+    if (is_lost || now_s() > deadline)
+      throw Error(is_lost ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
+                  "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(rank) +
+                      (is_lost ? " ended" : " did not arrive within the timeout") +
+                      " while a group was being formed. Every member must create the same groups in the same order.",
+                  rank);
+    pollfd p{l->socket(), POLLIN, 0};
+    ::poll(&p, 1, 20);
+  }
+}
+
+void Engine::linger(std::vector<std::unique_ptr<Port>> ports) {
+  std::lock_guard lock(lingering_mu_);
+  for (auto& port : ports) {
+    port->end_output();
+    lingering_.push_back({now_s() + kLinger_s, std::move(port)});
+  }
+}
+
+// True if none is left.
+bool Engine::drop_ended_ports() {
+  std::lock_guard lock(lingering_mu_);
+  double now = now_s();
+  std::erase_if(lingering_, [&](LingeringPort& l) { return l.port->ended() || now > l.until_s; });
+  return lingering_.empty();
+}
+
+void Engine::say_goodbye() {
+  for (auto& link : links()) link->send({0, LinkKind::goodbye, 0, 0, 0});
+  while (!drop_ended_ports()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+}  // namespace paceline
