@@ -129,7 +129,7 @@ def counted(ranks: Any) -> dict[Any, Counter[float]]:
 
 
 class Thirds:
-    """A source whose batches are only counted: each worker goes over a part of its own."""
+    """A source whose batches are only counted: each worker reads a part of its own."""
 
     kind = "thirds"
     facts: dict[str, Any] = {}

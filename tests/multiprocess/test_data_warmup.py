@@ -81,8 +81,8 @@ def refusals(group: Group) -> None:
         (DataLoader(range(10), 2), {}, r"1 of 10 samples: .* fewer than one each"),
         (DataLoader(range(30), 2, drop_last=True), {}, "3 of 30 samples: .*drop_last=True"),
     ]
-    for loader, more, words in cases:
-        with pytest.raises(errors.UsageError, match=words):
+    for loader, more, text in cases:
+        with pytest.raises(errors.UsageError, match=text):
             pl.shard(loader, warmup=warmup, **more)
     with pytest.raises(errors.UsageError, match="made by pl.data_warmup"):
         pl.shard(DataLoader(range(20), 2), warmup=0.1)  # type: ignore[arg-type]

@@ -130,5 +130,5 @@ def test_loaders_that_data_workers_cannot_serve_are_refused() -> None:
         "pipeline (got 'pipelines')",
         "stages=[...] are for mode='pipeline'",
     ]
-    for text, words in zip(texts, expected, strict=True):
-        assert words in text
+    for text, part in zip(texts, expected, strict=True):
+        assert part in text

@@ -64,7 +64,7 @@ def taken(sharded: Any, trained: Trained) -> list[tuple[list[int], float]]:
 
 
 def held_up(sharded: Any, group: Group) -> Any:
-    """Hand the batches on, the first one behind a barrier."""
+    """Yield the batches, the first one after a barrier."""
     for number, batch in enumerate(sharded):
         if number == 0:
             group.barrier()
@@ -101,7 +101,7 @@ def test_a_faster_worker_takes_more_and_each_sample_comes_once() -> None:
         go("unpadded", DataLoader(range(50), 4), pad=False)
         half = pl.data_warmup(0.5)
         go("warmup", DataLoader(range(80), 4, shuffle=True), warmup=half)
-        # One who stops early leaves its leases to the other.
+        # A worker that stops early returns its leases to the pool.
         sharded = pl.shard(DataLoader(range(100), 4), mode="dynamic")
         if group.rank == 0:
             first = next(iter(sharded)).tolist()
@@ -212,7 +212,7 @@ def test_what_dynamic_cannot_do_is_refused() -> None:
         return samples(taken(pl.shard(fine, mode="dynamic"), trained))
 
     both = run_ranks(2, battery, servers=1)
-    assert sorted(chain(*both)) == list(range(20)), "the job can go on"
+    assert sorted(chain(*both)) == list(range(20)), "the job can continue"
 
 
 def test_alone_it_is_the_plain_loader() -> None:

@@ -1,4 +1,4 @@
-"""Wrong use of pl.shard: the same clear error on every rank, and the job can go on."""
+"""Wrong use of pl.shard: the same clear error on every rank, and the job can continue."""
 
 from __future__ import annotations
 
@@ -182,8 +182,8 @@ def test_a_sample_that_raises_is_named() -> None:
         def refuse(pattern: str, loader: Any, **options: Any) -> None:
             with pytest.raises(pl.errors.DataError, match=pattern) as caught:
                 list(pl.shard(loader, **options))
-            told = "".join(traceback.format_exception(caught.value))
-            assert "in __getitem__" in told and "picture-13.png is truncated" in told
+            text = "".join(traceback.format_exception(caught.value))
+            assert "in __getitem__" in text and "picture-13.png is truncated" in text
 
         truncated = "OSError: picture-13.png is truncated"
         spoiled = DataLoader(Spoiled(13), 2)

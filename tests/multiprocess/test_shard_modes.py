@@ -1,4 +1,4 @@
-"""pl.shard in modes partition and replicate, datasets, files: who gets and who opens what."""
+"""pl.shard in modes partition and replicate, datasets, files: what each worker gets and opens."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_datasets_take_the_place_of_loaders() -> None:
         data = Asked(24)
         epochs = [weighed(pl.shard(data, batch_size=2, shuffle=True)) for _ in range(2)]
         again = weighed(pl.shard(data, batch_size=2, shuffle=True, epoch=0))
-        assert again == epochs[0] != epochs[1], "each call goes on counting"
+        assert again == epochs[0] != epochs[1], "each call continues to count"
         loader = DataLoader(Asked(24), 2, shuffle=True)
         assert weighed(pl.shard(loader)) == epochs[0], "as with a loader"
         stream = pl.shard(Stream(), batch_size=2)
@@ -238,7 +238,7 @@ def test_each_worker_opens_its_own_files_only(tmp_path: Path) -> None:
             if group.rank == 2 and path == files[6]:
                 raise OSError("the disk is gone")
 
-        if group.rank == 2:  # the others have one sample in each file, and would wait for it
+        if group.rank == 2:  # the other workers have one sample in each file, and would wait
             with pytest.raises(
                 pl.errors.UsageError, match="6.txt could not be read after 1 .* on rank 2: OSError"
             ):
@@ -292,6 +292,6 @@ def test_what_a_mode_cannot_do_is_refused_on_every_rank() -> None:
         refuse("is a dataset; pass a DataLoader", Asked(9))
         mode = "shard" if group.rank else "partition"
         refuse("mode is 'shard' on rank 1, expected 'partition'", fine, mode=mode)
-        assert len(list(pl.shard(fine))) == 4, "the job can go on"
+        assert len(list(pl.shard(fine))) == 4, "the job can continue"
 
     run_ranks(3, battery)

@@ -133,7 +133,7 @@ def test_ranks_may_look_ahead_differently_while_rank_0_tells_the_order() -> None
         loader = DataLoader(range(102), 2, sampler=Uneven(102), **ahead)
         seen = []
         for batch in pl.shard(loader):
-            # The step of all ranks: nobody gets ahead of the others.
+            # The step of all ranks: no rank gets ahead of another.
             group.all_reduce(torch.ones(1))
             seen += batch.tolist()
         everything = [x for part in group.all_gather(torch.tensor([sum(seen)])) for x in part]

@@ -1,4 +1,4 @@
-"""Evaluation of a Trainer: the model that stands for all, and each sample once."""
+"""Evaluation of a Trainer: the model that all workers agree on, and each sample once."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def stands_for_all(group: Group, pace: str) -> dict[str, Any]:
 )
 def test_the_model_that_stands_for_all_is_evaluated(pace: str, servers: int) -> None:
     first, second = run_ranks(2, stands_for_all, pace, servers=servers, timeout_s=100)
-    assert first["found"] == second["found"], "all workers are told the same"
+    assert first["found"] == second["found"], "all workers get the same"
     assert first["history"] == second["history"]
     assert set(first["history"][0]) == {
         *("epoch", "loss", "val_loss", "val_accuracy", "val_zeros"),
@@ -106,7 +106,7 @@ def test_the_model_that_stands_for_all_is_evaluated(pace: str, servers: int) -> 
     assert first["found"] == pytest.approx(first["expected"], rel=1e-5)
     if pace == "local:7":
         assert any(not torch.equal(v, second["own"][n]) for n, v in first["own"].items()), (
-            "behind an evaluation each worker goes on with its own"
+            "after an evaluation each worker continues with its own"
         )
 
 

@@ -37,21 +37,21 @@ def make(**options: Any) -> tuple[pl.Trainer, DataLoader[Any]]:
 
 
 class StopsAt(pl.Callback):
-    """Wants to stop behind a step, on one worker only."""
+    """Requests a stop after a step, on one worker only."""
 
-    def __init__(self, step: int, who: int) -> None:
-        self.step, self.who, self.seen = step, who, []
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank, self.seen = step, rank, []
 
     def on_train_batch_end(self, trainer: pl.Trainer, batch: Any, loss: float) -> None:
-        if trainer.step >= self.step and pl.rank() == self.who:
+        if trainer.step >= self.step and pl.rank() == self.rank:
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer) -> None:
         self.seen.append(trainer.epoch)
 
 
-def stop(group: Group, pace: str, step: int, who: int) -> Any:
-    callback = StopsAt(step, who)
+def stop(group: Group, pace: str, step: int, rank: int) -> Any:
+    callback = StopsAt(step, rank)
     trainer, loader = make(pace=pace, callbacks=[callback])
     result = trainer.fit(loader, epochs=4)
     assert result.has_stopped and trainer.should_stop
@@ -73,7 +73,7 @@ def stop(group: Group, pace: str, step: int, who: int) -> Any:
         (2, "async", 1, 85, (160, [0, 1], [0, 1])),
     ],
 )
-def test_all_workers_stop_behind_the_same_step(
+def test_all_workers_stop_after_the_same_step(
     workers: int, pace: str, servers: int, step: int, expected: Any
 ) -> None:
     found = run_ranks(workers, stop, pace, step, workers - 1, servers=servers)
@@ -114,17 +114,17 @@ def fit_twice(group: Group, directory: str, fails_in: int) -> Any:
                 raise KeyError("on purpose")
 
         def on_exception(self, trainer: pl.Trainer, error: BaseException) -> None:
-            told.append(str(error))
+            errors.append(str(error))
 
-    told: list[str] = []
+    errors: list[str] = []
     trainer, loader = make(callbacks=[Fails()], checkpoint=directory)
     try:
-        trainer.evaluate(loader)  # the model as it is given, also in a run that is resumed
+        trainer.evaluate(loader)  # the initial model, also in a resumed run
         first = trainer.fit(loader, epochs=2)
         between = trainer.evaluate(loader)
         second = trainer.fit(loader, epochs=2)
     except KeyError:
-        return told
+        return errors
     epochs = [[row["epoch"] for row in result.history] for result in (first, second)]
     state = trainer.model.state_dict()
     return epochs, trainer.step, between["loss"], state["weight"].clone(), second.history
@@ -133,8 +133,8 @@ def fit_twice(group: Group, directory: str, fails_in: int) -> Any:
 @pytest.mark.parametrize("fails_in", [1, 2, 3])
 def test_a_second_fit_goes_on_also_in_a_run_that_is_resumed(tmp_path: Path, fails_in: int) -> None:
     whole = run_ranks(2, fit_twice, str(tmp_path / "whole"), -1)
-    told = run_ranks(2, fit_twice, str(tmp_path / "saved"), fails_in)
-    assert told == [["'on purpose'"]] * 2
+    errors = run_ranks(2, fit_twice, str(tmp_path / "saved"), fails_in)
+    assert errors == [["'on purpose'"]] * 2
     resumed = run_ranks(2, fit_twice, str(tmp_path / "saved"), -1)
     for expected, found in zip(whole, resumed, strict=True):
         assert found[0][1] == expected[0][1] == [2, 3]

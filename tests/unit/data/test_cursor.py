@@ -217,9 +217,9 @@ def test_the_global_batch_stays_and_survivors_get_more() -> None:
     ]
     cursor.take(0)
     cursor.change((0, 2), requeues_lost=True)
-    assert cursor.part(0, 2) == ([4, 5], 1.0)  # one who is behind gets it as it was
+    assert cursor.part(0, 2) == ([4, 5], 1.0)  # a worker that lags gets it as it was
     assert [cursor.part(1, rank) for rank in (0, 2)] == [([6, 7, 8], 1.0), ([9, 10, 11], 1.0)]
-    assert cursor.units(4) == [2, 3]  # behind all others
+    assert cursor.units(4) == [2, 3]  # after all other units
     assert cursor.units(5) is None
 
 

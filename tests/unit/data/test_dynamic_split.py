@@ -48,7 +48,7 @@ def test_parts_by_speed_cover_everything_and_are_fair(data: Any, fast: list[floa
     prices = data.draw(st.lists(st.floats(0.01, 10), min_size=len(fast), max_size=60))
     edges = balanced(prices, fast)
     assert edges[0] == 0 and edges[-1] == len(prices)
-    assert all(a < b for a, b in pairwise(edges)), "everybody has something"
+    assert all(a < b for a, b in pairwise(edges)), "each worker has a sample"
     if min(fast) == max(fast) and min(prices) == max(prices):
         sizes = [b - a for a, b in pairwise(edges)]
         assert max(sizes) - min(sizes) <= 1

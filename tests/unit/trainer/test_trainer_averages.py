@@ -1,4 +1,4 @@
-"""Means by samples, whoever has how many of them, and how far a Trainer is."""
+"""Means weighted by samples, and the progress of a Trainer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ numbers = st.floats(-100, 100)
 
 @given(st.lists(st.lists(st.tuples(numbers, st.integers(0, 9)), max_size=4), max_size=4))
 def test_the_sums_of_workers_give_the_mean_over_all_samples(workers):
-    told = []
+    numbers = []
     for batches in workers:
         averages = Averages(["loss", "twice"])
         for value, samples in batches:
             averages.add({"loss": value, "twice": 2 * value}, samples)
-        told.append(averages.numbers)
-    added = [sum(column) for column in zip(*told, strict=True)] if told else [0.0, 0.0, 0.0]
+        numbers.append(averages.numbers)
+    added = [sum(column) for column in zip(*numbers, strict=True)] if numbers else [0.0, 0.0, 0.0]
     means = Averages(["loss", "twice"]).means_of(added)
     every = [value for batches in workers for value, count in batches for _ in range(count)]
     if every:

@@ -52,7 +52,7 @@ def test_hooks_of_steps_are_called_only_where_a_step_begins_or_ends():
 
 class Misspelt(pl.Callback):
     def on_train_epoch_ends(self, trainer):
-        raise AssertionError("nobody calls this")
+        raise AssertionError("this is never called")
 
 
 class Foreign:
@@ -60,7 +60,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "words"),
+    ("callbacks", "text"),
     [
         ([Misspelt()], r"Misspelt has on_train_epoch_ends.*did you mean on_train_epoch_end\?"),
         ([Foreign()], "on_substep_end, which is not a hook.*on_fit_start, on_train_begin"),
@@ -71,8 +71,8 @@ class Foreign:
         ("early", "expected a list of callbacks"),
     ],
 )
-def test_what_would_never_be_called_is_refused(callbacks, words):
-    with pytest.raises(UsageError, match=words):
+def test_hooks_that_would_never_be_called_are_refused(callbacks, text):
+    with pytest.raises(UsageError, match=text):
         Callbacks(callbacks)
 
 

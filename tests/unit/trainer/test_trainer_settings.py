@@ -1,4 +1,4 @@
-"""What pl.Trainer refuses, with words that say what to do; one process."""
+"""Arguments that pl.Trainer refuses, with errors that say what to do; one process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def pairs(count=2):
     return [(torch.ones(3, 4), torch.ones(3, 2))] * count
 
 
-def refuse(words, *arguments, kind=UsageError, **options):
-    with pytest.raises(kind, match=words):
+def refuse(text, *arguments, kind=UsageError, **options):
+    with pytest.raises(kind, match=text):
         pl.Trainer(*arguments, **options)
 
 
@@ -63,8 +63,8 @@ def settings(group):
 def checkpoints(group, directory):
     model, optimizer = parts()
     made = pl.Checkpoint(directory)
-    words = "a Checkpoint is created after pl.distribute"
-    refuse(words, model, optimizer, F.mse_loss, checkpoint=made)
+    text = "a Checkpoint is created after pl.distribute"
+    refuse(text, model, optimizer, F.mse_loss, checkpoint=made)
 
 
 def models(group):
