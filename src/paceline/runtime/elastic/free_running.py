@@ -15,9 +15,9 @@ from paceline.control.member import Member, Membership
 from paceline.errors import PeerError, PeerLost
 from paceline.observe.telemetry.events import Note
 from paceline.runtime.elastic.membership_watcher import MembershipWatcher
-from paceline.runtime.elastic.stateful_parts import StatefulParts
 from paceline.state import transfer
 from paceline.state.protocol import Change
+from paceline.state.stateful_parts import StatefulParts
 
 
 class FreeRunningChanges:

@@ -38,7 +38,6 @@ from paceline.runtime.config import JobEnv
 from paceline.runtime.elastic.free_running import FreeRunningChanges
 from paceline.runtime.elastic.membership_watcher import MembershipWatcher, Retired
 from paceline.runtime.elastic.recovery_plan import RecoveryPlan, WorkerStatus, plan_recovery
-from paceline.runtime.elastic.stateful_parts import StatefulParts
 from paceline.runtime.elastic.unit_agreement import (
     ENTERED,
     FAILED,
@@ -48,6 +47,7 @@ from paceline.runtime.elastic.unit_agreement import (
 )
 from paceline.state import transfer
 from paceline.state.protocol import Change, Part
+from paceline.state.stateful_parts import StatefulParts
 
 T = TypeVar("T")
 
