@@ -4,7 +4,7 @@
     server/        the server process: tables, shards, clocks, update rules
     replication/   copies of a partition and how they stay equal
     messages.py, connection.py   what both sides send, and the connection between them
-    placement.py, spec.py, rule.py, packing.py, state_wire.py   shared by both sides
+    placement.py, spec.py, packing.py, state_wire.py   shared by both sides
 
 Start with server/table.py and client/remote_table.py. server/clock.py decides the staleness bound.
 For scripts: `Client` and what it returns; the names are looked up when they are first used.
@@ -15,19 +15,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME = {
+_MODULES = {
     "Client": "paceline.ps.client.client",
     "Receipt": "paceline.ps.client.key",
     "Subscription": "paceline.ps.client.subscription",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'paceline.ps' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Plain values travel in the message; tensors follow it, one after the other, in the order of their
 entries. This is rare (a checkpoint), so tensors are sent also on one host, and they are copied
-before: others go on with their updates while they are under way. Entries are about PIECES: what a
+before: updates continue while they are sent. Entries are about PIECES: what a
 shard has of one parameter. Any one worker may fetch, whenever it likes; the state that a worker
 sends replaces what was there.
 """
@@ -123,9 +123,9 @@ def fetch(table: RemoteTable) -> Iterator[tuple[Placement, ShardSpec, list[State
 def send(table: RemoteTable, entries: Callable[[Placement, ShardSpec], list[StateEntry]]) -> None:
     """Replace the entries of every shard. Blocks."""
     for link, number, spec, part in table.shards():
-        told, tensors = to_entries(entries(part, spec))
+        encoded, tensors = to_entries(entries(part, spec))
         on_server = table.table_on(link)
         link.ask(
-            lambda seq, t=on_server, n=number, e=told: m.LoadState(seq, t, n, e),  # type: ignore[misc]
+            lambda seq, t=on_server, n=number, e=encoded: m.LoadState(seq, t, n, e),  # type: ignore[misc]
             payload=lambda tensors=tensors: tensors,  # type: ignore[misc]
         ).wait()

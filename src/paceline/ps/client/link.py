@@ -1,13 +1,10 @@
-"""A worker's link to the server of one partition: requests go out, replies come back as Work.
+"""A worker's link to the server of one partition: it sends requests and returns replies as Work.
 
 On one host tensors stay in engine memory, and a request names where they lie; between hosts they
-follow it. Each connection is a group of two, so that the failure of one worker or server breaks no
-other connection.
-
-Without failover, a lost server ends every request with ServerLost, which names what it held. In an
-elastic job a link fails over (failover.py): pending requests are sent to the next server, and a
-thread that waits for a reply keeps waiting. Memory that a request is read from must therefore stay
-unchanged until its reply has arrived; for a push without a reply, until its commit's has.
+follow it. Without failover, a lost server ends every request with ServerLost. In an elastic job a
+link fails over (failover.py): pending requests are sent to the next server, and a thread that waits
+for a reply keeps waiting. Memory that a request is read from must therefore not change until its
+reply arrives; for a push without a reply, until its commit's.
 
 Threads: any; a thread that needs the connection renews it, under the lock.
 """
@@ -186,8 +183,8 @@ class ServerLink:
         return Work(request, request.read, request)
 
     def tell(self, make: Make, payload: Payload = no_tensors) -> list[Work[None]]:
-        """Send a request that has no reply; return the Works of its payload, which is read until
-        they are done. With failover there are none: it is needed until a later one is answered."""
+        """Send a request without a reply; return the Works of its payload, which is read until they
+        are done. With failover there are none: it is needed until a later one is answered."""
         request = _Request(self, make, payload, has_reply=False)
         with self._lock:
             self._number(request)
@@ -204,10 +201,10 @@ class ServerLink:
             if is_connected:
                 self.ask(m.Leave).wait(_LEAVE_S)
         with self._lock:
-            if self._fixed is not None:
-                self._fixed.close()
-            elif self._failover is not None:
+            if self._failover is not None:
                 self._failover.drop()
+            elif self._fixed is not None:
+                self._fixed.close()
 
     def _number(self, request: _Request) -> None:
         """Give a request its number, once the connection is the right one."""
@@ -221,7 +218,7 @@ class ServerLink:
             request.seq = self._pending.add(request, has_reply=request.has_reply).seq
 
     def _send(self, request: _Request) -> Sequence[_core.Work]:
-        """Send a request; if the connection is broken, it goes with the others over the next."""
+        """Send a request; if the connection is broken, it is sent again over the next one."""
         connection = self._connection
         if connection is None:
             return ()

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.errors import UsageError
 from paceline.ps import messages as m
 from paceline.ps.client.items import (
     Item,
@@ -390,12 +389,3 @@ class RemoteTable:
 
     def _spec_of(self, shard: RemoteShard) -> ShardSpec:
         return self.specs[shard.link.index].shards[shard.number]
-
-
-def require_servers(links: Sequence[ServerLink], what: str) -> None:
-    """Refuse what needs servers when there are none, and say what to type."""
-    if not links:
-        raise UsageError(
-            f"{what} needs parameter servers, and this job has none: start it with"
-            " `paceline run -n 2 -s 1 ...` (or -s colocated)"
-        )

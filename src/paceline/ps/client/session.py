@@ -16,7 +16,6 @@ from paceline.comm.fabric import Fabric
 from paceline.errors import UsageError
 from paceline.ps.client.failover import ControlAgent
 from paceline.ps.client.link import ServerLink
-from paceline.ps.client.remote_table import require_servers
 
 if TYPE_CHECKING:
     from paceline.ps.client.key import Key
@@ -78,5 +77,9 @@ def current() -> ClientSession:
     """Return the session; UsageError if there is no job, or one without servers."""
     if _current is None:
         raise UsageError("this process has not joined a job yet: call paceline.init() first")
-    require_servers(_current.links, "paceline.ps.Client")
+    if not _current.links:
+        raise UsageError(
+            "paceline.ps.Client needs parameter servers, and this job has none: start it with"
+            " `paceline run -n 2 -s 1 ...` (or -s colocated)"
+        )
     return _current

@@ -31,7 +31,7 @@ class Subscription:
     def __init__(self, remote: RemoteTable, after: int) -> None:
         self._remote = remote
         self._number = next(_numbers)
-        self._seen = after  # the version that was told last
+        self._seen = after  # the version that was returned last
         self._asked: list[Work[Any]] = []
         self._is_closed = False
 

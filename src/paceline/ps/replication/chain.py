@@ -85,7 +85,7 @@ class FillEnd(msgspec.Struct, frozen=True, tag=True):
 Message: TypeAlias = Begin | Standing | Forward | Ack | FillStart | FillPart | FillEnd
 
 
-class Owner(Protocol):
+class ReplicaOwner(Protocol):
     """The process around a copy."""
 
     def send(self, peer: int, message: Message) -> None:

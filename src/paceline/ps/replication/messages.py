@@ -206,7 +206,7 @@ class ControlMessage(PeerMessage, frozen=True, tag="Said"):
     word: r.Begin | r.Standing | r.Ack | r.FillEnd
 
 
-class Forward(PeerMessage, frozen=True):
+class ForwardMessage(PeerMessage, frozen=True, tag="Forward"):
     index: int
     rank: int
     seq: int
@@ -215,12 +215,12 @@ class Forward(PeerMessage, frozen=True):
     shapes: Shapes = ()  # of the tensors that follow
 
 
-class FillStart(PeerMessage, frozen=True):
+class SnapshotStartMessage(PeerMessage, frozen=True, tag="FillStart"):
     index: int
     clients: dict[int, tuple[int, list[tuple[int, m.Reply]]]]
 
 
-class FillPart(PeerMessage, frozen=True):
+class SnapshotPartMessage(PeerMessage, frozen=True, tag="FillPart"):
     part: SnapshotPart
 
 
@@ -230,7 +230,9 @@ class VisibleWorkers(PeerMessage, frozen=True, tag="Sees"):
     ranks: tuple[m.Rank, ...]
 
 
-AnyMessage: TypeAlias = VisibleWorkers | ControlMessage | Forward | FillStart | FillPart
+AnyMessage: TypeAlias = (
+    VisibleWorkers | ControlMessage | ForwardMessage | SnapshotStartMessage | SnapshotPartMessage
+)
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 

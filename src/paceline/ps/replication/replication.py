@@ -40,7 +40,7 @@ requests, a client's first one, and events are submitted as always. `is_alone` c
 Interface: `adopt` every membership in turn; `connected` and `disconnected` when a connection to
 another copy is formed or breaks (between the two, messages arrive in order and none is left out);
 `receive` its messages; `submit` requests while `is_open`; `answer` while an entry is applied;
-`flush` when all that has arrived is handled. The Owner does the rest. A server reports to the
+`flush` when all that has arrived is handled. The owner does the rest. A server reports to the
 coordinator that it has entered a generation when all of its copies are `is_settled`. The roster
 must list a copy as holder only for an InSync whose generation is not older than the last change of
 that partition's holders.
@@ -66,7 +66,7 @@ from paceline.ps.replication.chain import (
     Forward,
     LogEntry,
     Message,
-    Owner,
+    ReplicaOwner,
     Role,
     Standing,
 )
@@ -84,7 +84,7 @@ class _Down(Enum):
 class Replica:
     """One server's copy of a partition."""
 
-    def __init__(self, me: int, owner: Owner) -> None:
+    def __init__(self, me: int, owner: ReplicaOwner) -> None:
         self.me = me
         self.role = Role.NONE
         self.generation = 0

@@ -33,7 +33,7 @@ def encode(
     if isinstance(message, r.Forward):
         entry = message.entry
         op, tensors = _op(entry, server, sees_worker=sees_worker)
-        forward = p.Forward(
+        forward = p.ForwardMessage(
             partition,
             generation,
             entry.index,
@@ -46,9 +46,9 @@ def encode(
         return forward, tensors
     if isinstance(message, r.FillPart):
         part, tensors = message.content
-        return p.FillPart(partition, generation, part), tensors
+        return p.SnapshotPartMessage(partition, generation, part), tensors
     if isinstance(message, r.FillStart):
-        return p.FillStart(partition, generation, message.index, message.clients), ()
+        return p.SnapshotStartMessage(partition, generation, message.index, message.clients), ()
     return p.ControlMessage(partition, generation, message), ()
 
 
@@ -79,9 +79,9 @@ def _op(entry: r.LogEntry, server: Server, *, sees_worker: bool) -> tuple[p.Op, 
 
 def landing(message: p.AnyMessage, server: Server, index: int) -> Tensors:
     """Return where the tensors that follow a message are received; `index`: applied so far."""
-    if isinstance(message, p.FillPart):
+    if isinstance(message, p.SnapshotPartMessage):
         return _room(message.part.shapes)
-    if not isinstance(message, p.Forward) or not message.shapes:
+    if not isinstance(message, p.ForwardMessage) or not message.shapes:
         return ()
     op, caller = message.op, server.callers.get(message.rank)
     is_next = message.index == index + 1  # a repeated entry must not overwrite anything
@@ -107,7 +107,7 @@ def shapes_of(tensors: Tensors) -> Shapes:
 def decode(message: p.AnyMessage, tensors: Tensors) -> r.Message:
     """Return the message of chain replication in a message of another server."""
     generation = message.generation
-    if isinstance(message, p.Forward):
+    if isinstance(message, p.ForwardMessage):
         entry = r.LogEntry(
             message.index,
             message.rank,
@@ -116,15 +116,15 @@ def decode(message: p.AnyMessage, tensors: Tensors) -> r.Message:
             message.again,
         )
         return r.Forward(generation, entry)
-    if isinstance(message, p.FillPart):
+    if isinstance(message, p.SnapshotPartMessage):
         return r.FillPart(generation, (message.part, tensors))
-    if isinstance(message, p.FillStart):
+    if isinstance(message, p.SnapshotStartMessage):
         return r.FillStart(generation, message.index, message.clients)
     assert isinstance(message, p.ControlMessage), message
     return message.word
 
 
-def _received(message: p.Forward, tensors: Tensors) -> object:
+def _received(message: p.ForwardMessage, tensors: Tensors) -> object:
     op = message.op
     if isinstance(op, p.HandedOver):
         return r.HANDOVER

@@ -43,7 +43,7 @@ def bad_parameters(spec: ShardSpec, push: PushedGradient) -> list[str]:
 
 
 def describe(spec: ShardSpec, found: Mapping[int, list[str]]) -> str:
-    """Return which workers pushed which bad gradients; nobody means that only the sum is bad."""
+    """Return which workers pushed which bad gradients; none: only the sum is bad."""
     where = f"a gradient in shard {spec.label!r} is NaN or infinite"
     if not found:
         return f"{where} (no worker's alone: the sum over the workers overflowed)"

@@ -258,7 +258,7 @@ class ShardOptimizer:
         try:
             run(stripes[0])
         finally:
-            wait(others)  # nobody may still write when the step has ended, also if it failed
+            wait(others)  # no thread may still write when the step has ended, even if it failed
         for other in others:
             other.result()
 

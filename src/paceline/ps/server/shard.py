@@ -163,7 +163,7 @@ class Shard:
             self.copy_to(out)
 
     def _copier(self, out: torch.Tensor) -> OnDone:
-        """Return what copies a part of the values out, past the cache: it is somebody else's."""
+        """Return what copies a part of the values out, past the cache: another process reads it."""
         self.checked(out)
         size = self.params.element_size()
         if out.dtype is not self.params.dtype or self.spec.count * size < _STREAMED_BYTES:

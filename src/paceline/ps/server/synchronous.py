@@ -1,23 +1,21 @@
 """Synchronous updates: the workers' mean is applied, once per step.
 
-A shard is REDUCED once every live worker has pushed it: its average is then known, and workers may
-read, clip and replace it. When all have committed, the optimizer runs once. A worker that leaves
-lowers the number of workers to wait for; what it pushed counts only where the average is known
-already.
+A shard is REDUCED once every live worker has pushed it: workers may then read, clip and replace the
+average. When all have committed, the optimizer runs once. What a worker pushed before it left
+counts only in known averages.
 
 The first worker is the SPEAKER: all workers clip the same averages in the same way, and the speaker
 sends the result. If it leaves between an average and its commit, the server cannot know how the
 averages were changed: that step is skipped. In an elastic job all workers send their (equal)
 results, so that nothing depends on one worker.
 
-A script may skip steps (a GradScaler does, when it finds an infinite gradient): its workers then
-push the same step again, which restarts the shard.
-
-A worker that JOINS takes part at once, also in a step that is under way: shards that are averaged
-already do without it, and it only gets the reply. (If it began with the next step, it would begin
-with a different one on each server, for a step does not begin everywhere at once.) A lost worker's
-slot may also stay VACANT until a replacement repeats the step. What of that step counted already is
-then not counted again: pushes that are in an average, and the commit.
+A script may skip steps (a GradScaler does, at an infinite gradient): its workers then push the same
+step again, which restarts the shard. A worker that JOINS takes part at once, also in a step that is
+under way: shards that are averaged already do without it, and it only gets the reply. (If it began
+with the next step, it would begin with a different one on each server, for a step does not begin
+everywhere at once.) A lost worker's slot may also stay VACANT until a replacement repeats the step.
+What of that step counted already is then not counted again: pushes that are in an average, and the
+commit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One server's part of a table: what workers push, commit and read, without sockets.
 
 In a step a worker PUSHES a gradient per shard, COMMITS, and READS fresh values. Nothing is applied
-before the commit; a push for a shard that is repeated before it replaces the earlier one. Pushed
-tensors are not copied: they must not change until the worker's next read. The clock of a push and
-of a commit is the number of the step that they end, counted from 1. Updates are applied by
+before the commit; a repeated push of a shard replaces the earlier one. Pushed tensors are not
+copied: they must not change until the worker's next read. The clock of a push or commit is the
+number of the step that it ends, counted from 1. Updates are applied by
 
     SynchronousUpdates     synchronous.py: the workers' mean, once all of them have committed; with
                            backup workers (backup_workers.py) once enough of them have
@@ -12,7 +12,7 @@ of a commit is the number of the step that they end, counted from 1. Updates are
 A worker is named by its NUMBER. A lost worker LEAVES, or its slot stays VACANT until a replacement
 JOINS with that number. A replacement continues at its predecessor's clock, and may REPEAT the last
 step that counted: it cannot know which servers its predecessor still reached. A repeated step is
-answered and not applied.
+only answered.
 
 Threads: none; the server's loop calls.
 """
@@ -20,7 +20,7 @@ Threads: none; the server's loop calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 
@@ -43,6 +43,8 @@ from paceline.ps.server.worker_clocks import (
 )
 from paceline.ps.spec import TableSpec
 
+Updates: TypeAlias = SynchronousUpdates | AsynchronousUpdates
+
 
 class Table:
     """Values, optimizer and clocks of one table."""
@@ -57,14 +59,10 @@ class Table:
         self.shards = [Shard(spec, number, memory, scratch) for number in range(len(spec.shards))]
         settings: dict[int, Settings] = dict.fromkeys(spec.workers, spec.optimizer.groups)
         self._records = WorkerRecords(self.clocks, WorkerStatistics(spec.workers), settings, now)
-        updates: type[SynchronousUpdates] | type[AsynchronousUpdates] = (
-            SynchronousUpdates if spec.rule.aggregate else AsynchronousUpdates
-        )
+        kind: type[Updates] = SynchronousUpdates if spec.rule.aggregate else AsynchronousUpdates
         if spec.rule.backup:
-            updates = BackupWorkerUpdates
-        self._updates: SynchronousUpdates | AsynchronousUpdates = updates(
-            spec, self.shards, self._records, scratch
-        )
+            kind = BackupWorkerUpdates
+        self._updates: Updates = kind(spec, self.shards, self._records, scratch)
         self._server = server
         self._unread: set[int] = set()  # workers that committed and have not read since
         self._being_read: dict[int, set[int]] = {}  # by worker: shards of the read under updates
@@ -358,9 +356,8 @@ class Table:
 
     def replaced(self) -> Iterator[tuple[int, PushedGradient]]:
         """Yield the gradients that replaced averages, by shard."""
-        return (
-            self._updates.replaced() if isinstance(self._updates, SynchronousUpdates) else iter(())
-        )
+        updates = self._updates
+        return updates.replaced() if isinstance(updates, SynchronousUpdates) else iter(())
 
     def numbers(self, shard: int, start: int, stop: int) -> list[torch.Tensor]:
         """Return views of all tensors about a range of elements."""
