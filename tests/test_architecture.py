@@ -165,7 +165,7 @@ MAY_NAME_STDERR = {
 MAY_WRITE_TO_DESCRIPTOR_2 = {"cli/detach.py": "the error of a supervisor, in its log"}
 MAY_PRINT = {
     "cli/main.py": "the last words of a command",
-    "launcher/selftest.py": "the output of a program of its own",
+    "cli/selftest.py": "the output of a program of its own",
 }
 
 

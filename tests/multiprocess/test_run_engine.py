@@ -73,7 +73,7 @@ _FINISHED_EARLY = """
         return [fabric.presence[r].state for r in (0, 1) if r in fabric.presence] == ["left"] * 2
 
     if rank == 2 and has_hosts:  # the others connect, and need no answer
-        hold("_patiently", "_link", have_both_left)
+        hold("_link_in_steps", "_link", have_both_left)
     elif rank == 0 and not has_hosts:  # makes the memory: rank 2 has looked in vain
         hold("_form", "create_group", lambda _: os.path.exists("_require_presence"))
     elif rank == 2:
@@ -96,6 +96,6 @@ def test_ranks_that_have_finished_do_not_break_the_start_of_others(
     done = bench.run("run", "-n", "3", bench.script(_FINISHED_EARLY), where)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"rank (\d) has joined", done.stdout)) == ["0", "1", "2"]
-    held = {"host": "_require_presence", "hosts": "_patiently"}[where]
+    held = {"host": "_require_presence", "hosts": "_link_in_steps"}[where]
     assert (bench.path / held).exists(), "the moment was met"
     assert "[2] alone now, noticed at once: True" in done.stdout

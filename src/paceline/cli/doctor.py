@@ -29,10 +29,9 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.launcher.job_directory import JobDirectory
-from paceline.launcher.run_configuration import version_of
 from paceline.runtime.config import runtime_dir
 from paceline.runtime.formatting import memory_size
-from paceline.runtime.machine import cgroup_dirs, memory, usable_cores
+from paceline.runtime.machine import cgroup_dirs, installed_version, memory, usable_cores
 
 _SIOCGIFADDR = 0x8915
 _MIN_OPEN_FILES = 256
@@ -53,7 +52,7 @@ class Check:
 
 def paceline_version() -> str:
     """Return the version of Paceline; a source tree that was never installed has none."""
-    return version_of("paceline") or "(not installed: running from a source tree)"
+    return installed_version("paceline") or "(not installed: running from a source tree)"
 
 
 def versions() -> Iterator[Check]:
@@ -63,7 +62,7 @@ def versions() -> Iterator[Check]:
     yield Check("python", f"{platform.python_version()} ({sys.executable})", broken=old)
     yield Check("system", f"{platform.system()} {platform.release()} {platform.machine()}")
     for name, wanted in _requirements():
-        version = version_of(name)
+        version = installed_version(name)
         if version is None:
             yield Check(name, "missing", f"pip install '{name}{wanted}'", broken=True)
         elif not _satisfies(version, wanted):
@@ -247,7 +246,7 @@ def self_test() -> Iterator[Check]:
         "-n",
         "2",
         "-m",
-        "paceline.launcher.selftest",
+        "paceline.cli.selftest",
     ]
     started_s = time.monotonic()
     try:

@@ -19,7 +19,7 @@ from paceline.launcher.elastic.job import ElasticJob
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.job import LocalJob
 from paceline.launcher.job_registry import new_job_id
-from paceline.launcher.outcome import Outcome, state_words
+from paceline.launcher.outcome import JobOutcome, state_words
 from paceline.launcher.run_directory import ROOT, begin_record, run_directory
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display, choose_screen
@@ -102,7 +102,7 @@ def supervise(
     return outcome.exit_code
 
 
-def _run_job(make: Callable[[Display], LocalJob], display: Display) -> tuple[LocalJob, Outcome]:
+def _run_job(make: Callable[[Display], LocalJob], display: Display) -> tuple[LocalJob, JobOutcome]:
     for _ in range(_MAX_STARTS - 1):
         job = make(display)
         outcome = asyncio.run(job.run())
@@ -115,7 +115,7 @@ def _run_job(make: Callable[[Display], LocalJob], display: Display) -> tuple[Loc
     return job, asyncio.run(job.run())
 
 
-def _restart_line(outcome: Outcome, which: str) -> str:
+def _restart_line(outcome: JobOutcome, which: str) -> str:
     """Return a line about a restart of all processes, and the loss that caused it."""
     lost = outcome.lost[-1]
     name = f"{lost.name.role} {lost.name.number} ({lost.status})"
@@ -131,7 +131,11 @@ def _close(display: Display, patience_s: float | None) -> bool:
 
 
 def _print_end(
-    job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec, recorder: RunRecorder | None
+    job: LocalJob,
+    outcome: JobOutcome,
+    display: Display,
+    spec: RunSpec,
+    recorder: RunRecorder | None,
 ) -> None:
     for result in outcome.results:
         job.set_state(result.name, state_words(result, outcome.first))
@@ -166,7 +170,7 @@ def _print_end(
         display.say(failure)
 
 
-def _close_record(outcome: Outcome, recorder: RunRecorder | None) -> list[str]:
+def _close_record(outcome: JobOutcome, recorder: RunRecorder | None) -> list[str]:
     """Write the last line of the record; return lines about what could not be recorded."""
     if recorder is None:
         return []

@@ -37,7 +37,7 @@ from paceline.launcher.hang import HangWatch
 from paceline.launcher.host import ProcessHost
 from paceline.launcher.job_registry import FoundJob, new_job_id
 from paceline.launcher.job_resources import JobResources
-from paceline.launcher.outcome import Outcome
+from paceline.launcher.outcome import JobOutcome
 from paceline.launcher.processes.process import RankProcess
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.observe.display.board import Board, BoardSnapshot
@@ -92,7 +92,7 @@ class LocalJob:
         self._where: JobAddresses
         self._hangs: HangWatch
 
-    async def run(self) -> Outcome:
+    async def run(self) -> JobOutcome:
         """Run the job to its end and return how it ended; raises LaunchError."""
         started_s, oom_before = time.monotonic(), OomCount.read()
         spec, environ = self._spec, self._environ
@@ -117,7 +117,7 @@ class LocalJob:
                 await self._host.end_all()
                 asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
                 await self._close_control()
-        return Outcome(
+        return JobOutcome(
             results=self._processes.results(),
             first=self._processes.first_cause(self._stopped_by),
             interrupted_by=self._stopped_by,
@@ -152,12 +152,12 @@ class LocalJob:
             self._trace = before._trace
             self._process_names = {**before._process_names, **self._process_names}
 
-    def was_lost_at_start(self, outcome: Outcome) -> bool:
+    def was_lost_at_start(self, outcome: JobOutcome) -> bool:
         """Return whether to start the job again from its beginning; only for elastic jobs."""
         del outcome
         return False
 
-    def may_start_again(self, outcome: Outcome) -> bool:
+    def may_start_again(self, outcome: JobOutcome) -> bool:
         """Return whether the job ended only because it lost too many workers; see --restarts."""
         del outcome
         return False

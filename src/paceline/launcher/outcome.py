@@ -107,7 +107,7 @@ def _one_line(result: ProcessResult, first: ProcessResult) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """How a job ended. `first` is the first cause of a failure, if there was one.
 
     Of an elastic job: `over` is why it could not continue, `lost` the processes it lost, in order.

@@ -9,7 +9,6 @@ only: a value may be a password.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 import socket
@@ -23,7 +22,7 @@ import msgspec
 
 from paceline.launcher.spec import RunSpec
 from paceline.runtime.config import EngineConfig
-from paceline.runtime.machine import usable_cores
+from paceline.runtime.machine import installed_version, usable_cores
 
 COMMAND_LINE, DEFAULT, SCRIPT, FOUND = "command line", "default", "script", "found"
 
@@ -150,23 +149,15 @@ def _engine(given: _Given) -> dict[str, ConfigValue]:
 
 def _found(cwd: Path) -> dict[str, ConfigValue]:
     facts = {
-        "paceline_version": version_of("paceline"),
+        "paceline_version": installed_version("paceline"),
         "python_version": platform.python_version(),
-        "torch_version": version_of("torch"),
+        "torch_version": installed_version("torch"),
         "host": socket.gethostname(),
         "cores": usable_cores(),
         "directory": str(cwd),
         "git_commit": git_commit(cwd),
     }
     return {name: ConfigValue(value, FOUND) for name, value in facts.items()}
-
-
-def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution, without importing it; None if missing."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40,64}\Z")

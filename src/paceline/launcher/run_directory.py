@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.launcher.job_registry import job_name
-from paceline.launcher.run_configuration import configuration, encode, version_of
+from paceline.launcher.run_configuration import configuration, encode
 from paceline.launcher.spec import RunSpec
 from paceline.observe.record.files import RunFiles
 from paceline.observe.record.prometheus import Metrics
@@ -34,6 +34,7 @@ from paceline.observe.telemetry import clock
 from paceline.observe.telemetry.events import RunStarted
 from paceline.observe.telemetry.file_formats import EVENTS_FILE, EventReader
 from paceline.runtime.config import requested_log_dir
+from paceline.runtime.machine import installed_version
 
 ROOT = Path("runs")
 OFF = "none"  # write ./none for a directory of that name
@@ -112,7 +113,7 @@ def _first_line(
         pace=str(spec.pace_in(environ) or ""),
         mesh=str(spec.mesh_in(environ) or ""),
         host=socket.gethostname(),
-        version=version_of("paceline") or "",
+        version=installed_version("paceline") or "",
         clock_s=clock_s,
     )
 

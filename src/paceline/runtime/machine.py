@@ -1,4 +1,4 @@
-"""The limits of this machine for a process: cores, memory, and signs of the OOM killer.
+"""The limits of this machine for a process: cores, memory, and signs of the OOM killer; versions.
 
 A container has less than the machine, so every figure is the smaller of the machine's and the
 control group's. Both cgroup versions are read. A file that does not exist means "no such limit
@@ -10,10 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 # cgroup v1 writes "no limit" as a number near 2**63, rounded down to pages.
 _UNLIMITED_BYTES = 1 << 60
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, without importing it; None if missing."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _read(path: Path) -> str | None:

@@ -14,7 +14,7 @@ from paceline.control.messages import LossKind, Presence, Wanted
 from paceline.control.operator_messages import Status
 from paceline.launcher.elastic.event_log import EventLog, hottest
 from paceline.launcher.job_size import ElasticPlan, ServerPlan, plan_changes
-from paceline.launcher.outcome import Outcome
+from paceline.launcher.outcome import JobOutcome
 from paceline.launcher.processes.process import ExitStatus
 from paceline.launcher.processes.table import ProcessResult
 from paceline.observe.display.board import Board
@@ -187,7 +187,7 @@ def test_a_job_that_could_not_go_on_shows_its_last_loss() -> None:
         stderr_tail=("last words",),
     )
     nothing = MemoryInfo(total_bytes=0, available_bytes=0, limit_bytes=None, peak_bytes=None)
-    outcome = Outcome(
+    outcome = JobOutcome(
         results=[],
         first=None,
         interrupted_by=None,

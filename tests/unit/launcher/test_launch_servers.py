@@ -12,7 +12,7 @@ from paceline.errors import ConfigError, UsageError
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.function.plain_values import pack, unpack
 from paceline.launcher.job_size import ServerPlan, plan_servers
-from paceline.launcher.outcome import Outcome, failure_report
+from paceline.launcher.outcome import JobOutcome, failure_report
 from paceline.launcher.processes.process import ExitStatus
 from paceline.launcher.processes.table import ProcessResult, first_cause
 from paceline.launcher.spec import RunSpec
@@ -188,7 +188,7 @@ def test_the_bad_end_of_a_server_after_the_workers_is_said_but_no_failure() -> N
     late = _result(2, ended_last=True)
     assert not late.has_failed
     nothing = OomCount(0, 0)
-    outcome = Outcome(
+    outcome = JobOutcome(
         results=[_result(0, status=ExitStatus(0)), _result(1, status=ExitStatus(0)), late],
         first=None,
         interrupted_by=None,

@@ -36,7 +36,7 @@ from paceline.launcher.environment import SERVER_PATIENCE_S
 from paceline.launcher.job import LocalJob
 from paceline.launcher.job_registry import FoundJob, ProcessRecord, record_process
 from paceline.launcher.job_size import ElasticPlan
-from paceline.launcher.outcome import Outcome
+from paceline.launcher.outcome import JobOutcome
 from paceline.launcher.processes.monitor import ProcessMonitor, SilenceTracker
 from paceline.launcher.processes.process import UNKNOWN, AdoptedProcess, RankProcess
 from paceline.launcher.spec import RunSpec
@@ -83,17 +83,17 @@ class ElasticJob(LocalJob):
         self.is_ending = False
         self._over = ""
 
-    async def run(self) -> Outcome:
+    async def run(self) -> JobOutcome:
         outcome = await super().run()
         first = outcome.first  # a process that died of the end of the job is not its cause
         if self._over and first is not None and first.is_consequence:
             first = None
         return replace(outcome, first=first, over=self._over, lost=tuple(self._policy.losses))
 
-    def was_lost_at_start(self, outcome: Outcome) -> bool:
+    def was_lost_at_start(self, outcome: JobOutcome) -> bool:
         return not self._board.has_progress and outcome.was_lost_at_start
 
-    def may_start_again(self, outcome: Outcome) -> bool:
+    def may_start_again(self, outcome: JobOutcome) -> bool:
         return not self._is_adopted and outcome.was_lost_with_too_many
 
     def history_lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The job behind `paceline doctor --run`: collectives on real processes, checked number by number.
+"""The job of `paceline doctor --run`: collectives on real processes, checked number by number.
 
 Run by the launcher as a module on every rank. It uses the public interface only, so it fails where
 a user's script would fail. Sizes cross the engine's borders: one element, a few cache lines, and
