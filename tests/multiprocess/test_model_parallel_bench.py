@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 CONTENDERS = {
     "tp": {"one", "tp-gloo", "tp-gloo-kept", "tp-paceline", "tp-ours"},
     "pp": {"one", "pp-gloo", "pp-gloo-kept", "alone", "alone-kept"}
-    | {"pp-ours", "pp-ours-zero", "pp-ours-interleaved"},
+    | {"pp-paceline", "pp-ours", "pp-ours-zero", "pp-ours-interleaved"},
     "fsdp": {"fsdp-gloo", "fsdp-gloo-kept", "fsdp-ours", "dp-gloo", "dp-ours"},
 }
 
