@@ -12,7 +12,7 @@ import msgspec
 from paceline.observe.report.page import render
 from paceline.observe.report.reading import Run
 from paceline.observe.telemetry.events import ProgressReport, Recorded, RunEnded, RunStarted
-from paceline.observe.telemetry.file_formats import EVENTS_FILE, Line, encode_event
+from paceline.observe.telemetry.file_formats import EVENTS_FILE, EventLine, encode_event
 from paceline.observe.telemetry.step_times import StepTimes
 
 Timed = tuple[float, Recorded]
@@ -60,7 +60,7 @@ def page_of(events: Iterable[Timed]) -> str:
     """Make the page without any file."""
     run = Run(Path("some-run"))
     for t, event in events:
-        run.add(Line(t, event))
+        run.add(EventLine(t, event))
     return render(run)
 
 

@@ -309,8 +309,8 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
 def report(step: int | None = None, **values: float) -> None:
     """Report the progress of this rank to the launcher, which shows it live. Never blocks.
 
-    Without a step number the steps that `distribute` has counted are shown. At most five reports
-    are sent per second; of those in between, the newest value of each name counts.
+    Without a step number the steps that `distribute` has counted are shown. At most five reports a
+    second are sent; of those in between, the newest value of each name counts.
 
     >>> pl.report(loss=0.25)
     """
