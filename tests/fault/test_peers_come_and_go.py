@@ -161,7 +161,7 @@ def test_a_stopped_neighbour_is_ended_for_good(host: Host) -> None:
 def test_a_rank_is_never_linked_twice(host: Host) -> None:
     with host.joined_by_a_neighbour(rounds=0) as company:
         ours, theirs = socket.socketpair()
-        with theirs, pytest.raises(pl.errors.UsageError, match="ranks are never used twice"):
+        with theirs, pytest.raises(pl.errors.UsageError, match="ranks are never reused"):
             host.engine.add_local_peer(company.rank, ours.detach())
 
 
