@@ -85,7 +85,7 @@ def _one_process_per_rank(
     extra: Mapping[str, str] | None = None,
     leaves_behind: str = "",
 ) -> RankSet:
-    # Two runs at once must not meet. Nobody listens at the port: DeepSpeed names its memory by it.
+    # Two runs at once must not meet. DeepSpeed names its memory by this port; none listens there.
     job = uuid.uuid4()
     port = str(20000 + job.int % 40000)
     shared = {"MASTER_PORT": port, "PACELINE_JOB": f"bench-{job.hex}"}

@@ -163,7 +163,7 @@ def doubts(contenders: Sequence[Contender]) -> list[str]:
 def memory_of(work: Work, name: str, steps: int) -> list[dict[str, float]]:
     """Train a little with one contender alone; return the memory of each worker in MB.
 
-    Nobody else may run meanwhile: they would share the pages of torch's libraries.
+    No other program may run meanwhile: it would share the pages of torch's libraries.
     """
     with Session() as session:
         try:

@@ -130,7 +130,7 @@ def doubts(contenders: Sequence[Contender], batch: int) -> list[str]:
 def memory_of(work: Work, name: str, batch: int) -> list[dict[str, Any]]:
     """Train a little with one contender alone; return the memory of each process.
 
-    Nobody else may run meanwhile: they would share the pages of torch's libraries.
+    No other program may run meanwhile: it would share the pages of torch's libraries.
     """
     with Session() as session:
         try:

@@ -1,7 +1,7 @@
-"""The models that are cut up: GPTs as people write them, and a stack of uneven layers.
+"""The models to split: GPTs as people write them, and a stack of uneven layers.
 
-Nothing in them knows of any parallelism. Whoever cuts them by hand changes them from outside, in
-by_hand.py; ours is given them as they are.
+Nothing in them knows of any parallelism. by_hand.py changes them from outside for the contenders
+that are split by hand; Paceline gets them unchanged.
 """
 
 from __future__ import annotations

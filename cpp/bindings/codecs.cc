@@ -68,8 +68,8 @@ void recode_at(int format, const Rows& rows, uintptr_t residual, size_t count, c
   codec::recode(to, sources.data(), sources.size(), floats(residual), count, to_draw(draw), bytes(payload));
 }
 
-void select_at(uintptr_t values, uintptr_t residual, size_t count, size_t k, const DrawParts& draw,
-               size_t num_threads, uintptr_t indices, uintptr_t chosen) {
+void select_at(uintptr_t values, uintptr_t residual, size_t count, size_t k, const DrawParts& draw, size_t num_threads,
+               uintptr_t indices, uintptr_t chosen) {
   if (k > count || count > codec::kLastIndex)
     throw Error(ErrorKind::usage, "select: cannot select " + std::to_string(k) + " of " + std::to_string(count));
   nb::gil_scoped_release release;
@@ -120,28 +120,39 @@ void register_sparse(nb::module_& m) {
   m.def("scatter_mean", &scatter_mean_at, "rows"_a, "begin"_a, "end"_a, "out"_a);
   m.def("pack_gaps", &pack_gaps_at, "indices"_a, "k"_a, "count"_a, "width"_a, "to"_a);
   m.def("unpack_gaps", &unpack_gaps_at, "source"_a, "num_bytes"_a, "k"_a, "count"_a, "width"_a, "indices"_a);
-  m.def("random_indices", [](size_t count, size_t k, const DrawParts& draw, size_t begin, size_t end, uintptr_t to) {
-    nb::gil_scoped_release release;
-    codec::random_indices(count, k, to_draw(draw), begin, end, integers(to));
-  }, "count"_a, "k"_a, "draw"_a, "begin"_a, "end"_a, "indices"_a);
+  m.def(
+      "random_indices",
+      [](size_t count, size_t k, const DrawParts& draw, size_t begin, size_t end, uintptr_t to) {
+        nb::gil_scoped_release release;
+        codec::random_indices(count, k, to_draw(draw), begin, end, integers(to));
+      },
+      "count"_a, "k"_a, "draw"_a, "begin"_a, "end"_a, "indices"_a);
 }
 
 void register_shared(nb::module_& m) {
-  m.def("block_largest", [](uintptr_t values, uintptr_t residual, size_t count, uintptr_t largest) {
-    nb::gil_scoped_release release;
-    codec::block_largest(floats(values), floats(residual), count, floats(largest));
-  }, "values"_a, "residual"_a, "count"_a, "largest"_a);
-  m.def("encode_shared", [](uintptr_t values, uintptr_t residual, size_t count, uintptr_t largest, int levels,
-                            uintptr_t to) {
-    nb::gil_scoped_release release;
-    codec::encode_shared(floats(values), floats(residual), count, floats(largest), levels,
-                         reinterpret_cast<int8_t*>(to));
-  }, "values"_a, "residual"_a, "count"_a, "largest"_a, "levels"_a, "to"_a);
-  m.def("decode_shared", [](uintptr_t from, size_t count, uintptr_t largest, int levels, size_t workers,
-                            uintptr_t out) {
-    nb::gil_scoped_release release;
-    codec::decode_shared(reinterpret_cast<const int8_t*>(from), count, floats(largest), levels, workers, floats(out));
-  }, "source"_a, "count"_a, "largest"_a, "levels"_a, "workers"_a, "out"_a);
+  m.def(
+      "block_largest",
+      [](uintptr_t values, uintptr_t residual, size_t count, uintptr_t largest) {
+        nb::gil_scoped_release release;
+        codec::block_largest(floats(values), floats(residual), count, floats(largest));
+      },
+      "values"_a, "residual"_a, "count"_a, "largest"_a);
+  m.def(
+      "encode_shared",
+      [](uintptr_t values, uintptr_t residual, size_t count, uintptr_t largest, int levels, uintptr_t to) {
+        nb::gil_scoped_release release;
+        codec::encode_shared(floats(values), floats(residual), count, floats(largest), levels,
+                             reinterpret_cast<int8_t*>(to));
+      },
+      "values"_a, "residual"_a, "count"_a, "largest"_a, "levels"_a, "to"_a);
+  m.def(
+      "decode_shared",
+      [](uintptr_t from, size_t count, uintptr_t largest, int levels, size_t workers, uintptr_t out) {
+        nb::gil_scoped_release release;
+        codec::decode_shared(reinterpret_cast<const int8_t*>(from), count, floats(largest), levels, workers,
+                             floats(out));
+      },
+      "source"_a, "count"_a, "largest"_a, "levels"_a, "workers"_a, "out"_a);
 }
 
 }  // namespace

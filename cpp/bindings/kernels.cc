@@ -22,8 +22,8 @@ const char* dtype_name(int dtype) { return name_of(dtype < 0 ? DType::count_ : D
 
 void reduce_mean_at(const std::vector<uintptr_t>& inputs, uintptr_t output, size_t count, int dtype) {
   if (dtype < 0 || !is_floating(DType(dtype)))
-    throw Error(ErrorKind::usage, std::string("reduce_mean: works on floating-point numbers, not on ") +
-                                      dtype_name(dtype));
+    throw Error(ErrorKind::usage,
+                std::string("reduce_mean: works on floating-point numbers, not on ") + dtype_name(dtype));
   if (inputs.empty()) throw Error(ErrorKind::usage, "reduce_mean: there are no inputs");
   nb::gil_scoped_release release;
   std::vector<const void*> sources;
@@ -33,8 +33,8 @@ void reduce_mean_at(const std::vector<uintptr_t>& inputs, uintptr_t output, size
 
 void round_stochastic_at(uintptr_t source, uintptr_t target, size_t count, int dtype, uint64_t seed, uint64_t first) {
   if (dtype != int(DType::float16) && dtype != int(DType::bfloat16))
-    throw Error(ErrorKind::usage, std::string("round_stochastic: rounds to float16 or bfloat16, not to ") +
-                                      dtype_name(dtype));
+    throw Error(ErrorKind::usage,
+                std::string("round_stochastic: rounds to float16 or bfloat16, not to ") + dtype_name(dtype));
   nb::gil_scoped_release release;
   round_stochastic(reinterpret_cast<const float*>(source), reinterpret_cast<void*>(target), count, DType(dtype), seed,
                    first);
@@ -77,9 +77,9 @@ std::pair<double, uint64_t> pack_corrected_at(uintptr_t values, uintptr_t moment
   require_wide("pack_corrected", dtype);
   require_words("pack_corrected", count, words);
   nb::gil_scoped_release release;
-  Sizes sizes = pack_corrected(reinterpret_cast<const void*>(values), {reinterpret_cast<void*>(momentum), keep},
-                               reinterpret_cast<void*>(voted), count, DType(dtype), scale, to_coin(coin),
-                               to_words(bits));
+  Sizes sizes =
+      pack_corrected(reinterpret_cast<const void*>(values), {reinterpret_cast<void*>(momentum), keep},
+                     reinterpret_cast<void*>(voted), count, DType(dtype), scale, to_coin(coin), to_words(bits));
   return {sizes.sum, sizes.count};
 }
 
@@ -102,16 +102,20 @@ void unpack_signs_at(uintptr_t bits, size_t words, size_t count, int dtype, doub
 }  // namespace
 
 void register_kernels(nb::module_& m) {
-  m.def("crc32c", [](nb::bytes data, uint32_t crc) { return crc32c(crc, data.data(), data.size()); },
-        "data"_a, "crc"_a = 0);
+  m.def(
+      "crc32c", [](nb::bytes data, uint32_t crc) { return crc32c(crc, data.data(), data.size()); }, "data"_a,
+      "crc"_a = 0);
   m.def("kernel_name", &kernel_name);
   m.def("keep_freed_memory", &keep_freed_memory);
   m.def("use_portable_kernels", &use_portable_kernels, "on"_a);
   m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
-  m.def("copy_past_cache", [](uintptr_t source, uintptr_t target, uint64_t bytes) {
-    nb::gil_scoped_release release;
-    copy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes, true);
-  }, "source"_a, "target"_a, "nbytes"_a);
+  m.def(
+      "copy_past_cache",
+      [](uintptr_t source, uintptr_t target, uint64_t bytes) {
+        nb::gil_scoped_release release;
+        copy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes, true);
+      },
+      "source"_a, "target"_a, "nbytes"_a);
   m.def("round_stochastic", &round_stochastic_at, "source"_a, "target"_a, "count"_a, "dtype"_a, "seed"_a,
         "first"_a = 0);
   m.def("pack_signs", &pack_signs_at, "values"_a, "count"_a, "dtype"_a, "coin"_a, "bits"_a, "words"_a);

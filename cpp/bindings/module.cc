@@ -50,8 +50,10 @@ void wait_for(Group& group, Operation& operation, double timeout_s) {
       nb::python_error raised;
       {
         nb::gil_scoped_release release;
-        group.fail(ErrorKind::generation_changed, "rank " + std::to_string(group.engine().config().rank) +
-                                                      " was interrupted during " + operation.describe(), -1);
+        group.fail(
+            ErrorKind::generation_changed,
+            "rank " + std::to_string(group.engine().config().rank) + " was interrupted during " + operation.describe(),
+            -1);
       }
       throw raised;
     }
@@ -92,8 +94,8 @@ int wait_any(nb::sequence works, std::optional<double> timeout_s) {
   Engine* engine = nullptr;
   for (nb::handle h : held) {
     if (!PyObject_TypeCheck(h.ptr(), type))
-      throw Error(ErrorKind::usage, "wait_any: takes works of the engine, not " +
-                                        std::string(nb::type_name(h.type()).c_str()));
+      throw Error(ErrorKind::usage,
+                  "wait_any: takes works of the engine, not " + std::string(nb::type_name(h.type()).c_str()));
     PyWork& work = *nb::inst_ptr<PyWork>(h);
     if (engine && engine != &work.group->engine())
       throw Error(ErrorKind::usage, "wait_any: the works belong to different engines");
@@ -183,8 +185,8 @@ class PyGroup {
   PyGroup(PyEngine& engine, uint64_t id, uint32_t generation, std::vector<int> ranks, std::vector<int> hosts,
           double timeout_s, double forming_s) {
     nb::gil_scoped_release release;
-    auto* group = new Group(engine.engine,
-                            GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s, forming_s});
+    auto* group =
+        new Group(engine.engine, GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s, forming_s});
     // A garbage collection may drop the last reference, and a group waits for its members when it closes.
     group_ = std::shared_ptr<Group>(group, [](Group* g) {
       std::optional<nb::gil_scoped_release> release;
@@ -218,8 +220,7 @@ class PyGroup {
     auto operation = group->submit(reduction(in, out, count, dtype, op, std::move(shape)), false);
     wait_for(*group, *operation, kForever);
   }
-  PyWork start_all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op,
-                          std::vector<int64_t> shape) {
+  PyWork start_all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
     return {group_, get().submit(reduction(in, out, count, dtype, op, std::move(shape)), true), nullptr};
   }
 
@@ -228,8 +229,7 @@ class PyGroup {
     auto operation = group->submit(request(kind, dtype, op, root, in, out, std::move(shape)), false);
     wait_for(*group, *operation, kForever);
   }
-  PyWork start(int kind, int dtype, int op, int root, const Parts& in, const Parts& out,
-               std::vector<int64_t> shape) {
+  PyWork start(int kind, int dtype, int op, int root, const Parts& in, const Parts& out, std::vector<int64_t> shape) {
     return {group_, get().submit(request(kind, dtype, op, root, in, out, std::move(shape)), true), nullptr};
   }
 
@@ -255,8 +255,7 @@ class PyGroup {
   }
 
  private:
-  static Request reduction(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op,
-                           std::vector<int64_t> shape) {
+  static Request reduction(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
     Request r;
     r.kind = Kind::all_reduce;
     r.dtype = DType(dtype);
@@ -310,40 +309,52 @@ NB_MODULE(_core, m) {
   nb::class_<PyEngine>(m, "Engine")
       .def(nb::init<int, int, double, double, double>(), "rank"_a, "num_local"_a, "timeout_s"_a, "liveness_s"_a,
            "warn_s"_a)
-      .def("add_local_peer", [](PyEngine& e, int rank, int fd) { e.engine->add_local_peer(rank, Fd(fd)); }, "rank"_a,
-           "fd"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("await_local_peers", [](PyEngine& e, double timeout_s, std::vector<int> ranks) {
-             e.engine->await_local_peers(timeout_s, std::move(ranks));
-           }, "timeout_s"_a, "ranks"_a = std::vector<int>(), nb::call_guard<nb::gil_scoped_release>())
-      .def("set_num_local", [](PyEngine& e, int num_local) { e.engine->set_num_local(num_local); }, "num_local"_a)
-      .def("end_peer", [](PyEngine& e, int rank) { return e.engine->end_peer(rank); }, "rank"_a,
-           nb::call_guard<nb::gil_scoped_release>())
-      .def("forget_peer", [](PyEngine& e, int rank) { e.engine->forget_peer(rank); }, "rank"_a,
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "add_local_peer", [](PyEngine& e, int rank, int fd) { e.engine->add_local_peer(rank, Fd(fd)); }, "rank"_a,
+          "fd"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "await_local_peers",
+          [](PyEngine& e, double timeout_s, std::vector<int> ranks) {
+            e.engine->await_local_peers(timeout_s, std::move(ranks));
+          },
+          "timeout_s"_a, "ranks"_a = std::vector<int>(), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "set_num_local", [](PyEngine& e, int num_local) { e.engine->set_num_local(num_local); }, "num_local"_a)
+      .def(
+          "end_peer", [](PyEngine& e, int rank) { return e.engine->end_peer(rank); }, "rank"_a,
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "forget_peer", [](PyEngine& e, int rank) { e.engine->forget_peer(rank); }, "rank"_a,
+          nb::call_guard<nb::gil_scoped_release>())
       .def("allocate", &PyEngine::allocate, "nbytes"_a, "apart"_a = false)
       .def("locate", &PyEngine::locate, "address"_a, "nbytes"_a)
       .def("private_view", &PyEngine::private_view, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
       .def("memory_of_peer", &PyEngine::memory_of_peer, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
-      .def("bytes_sent", [](PyEngine& e) {
+      .def("bytes_sent",
+           [](PyEngine& e) {
              Traffic& traffic = e.engine->traffic();
              return std::pair(traffic.on_host.load(), traffic.over_network.load());
            })
-      .def("long_waits", [](PyEngine& e) {
+      .def("long_waits",
+           [](PyEngine& e) {
              nb::list waits;
-             for (auto& wait : e.engine->long_waits()) waits.append(nb::make_tuple(wait.operation, wait.age_s, wait.ranks));
+             for (auto& wait : e.engine->long_waits())
+               waits.append(nb::make_tuple(wait.operation, wait.age_s, wait.ranks));
              return waits;
            })
-      .def("count_sent", [](PyEngine& e, uint64_t bytes) { e.engine->traffic().on_host += bytes; }, "nbytes"_a)
-      .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); },
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "count_sent", [](PyEngine& e, uint64_t bytes) { e.engine->traffic().on_host += bytes; }, "nbytes"_a)
+      .def(
+          "say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
 
   nb::class_<PrivateView>(m, "PrivateView")
-      .def("memory", [](std::shared_ptr<PrivateView> view) {
-        auto held = new std::shared_ptr<PrivateView>(view);
-        nb::capsule owner(held, [](void* o) noexcept { delete static_cast<std::shared_ptr<PrivateView>*>(o); });
-        return PyEngine::Bytes(view->data(), {view->bytes()}, owner);
-      })
+      .def("memory",
+           [](std::shared_ptr<PrivateView> view) {
+             auto held = new std::shared_ptr<PrivateView>(view);
+             nb::capsule owner(held, [](void* o) noexcept { delete static_cast<std::shared_ptr<PrivateView>*>(o); });
+             return PyEngine::Bytes(view->data(), {view->bytes()}, owner);
+           })
       .def("changed", &PrivateView::changed, nb::call_guard<nb::gil_scoped_release>())
       .def("discard", &PrivateView::discard);
 
@@ -355,7 +366,8 @@ NB_MODULE(_core, m) {
       .def("failed", [](PyGroup& g) { return g.get().failed(); })
       .def("add_channel", &PyGroup::add_channel, "member"_a, "lane"_a, "fd"_a)
       .def("all_reduce", &PyGroup::all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
-      .def("start_all_reduce", &PyGroup::start_all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
+      .def("start_all_reduce", &PyGroup::start_all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a,
+           "shape"_a)
       .def("run", &PyGroup::run, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)
       .def("start", &PyGroup::start, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)
       .def("start_send", &PyGroup::start_send, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a,

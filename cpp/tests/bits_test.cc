@@ -33,8 +33,16 @@ Words packed(const std::vector<T>& values, const Coin& coin = kCoin) {
 template <class T>
 std::vector<T> some_values(size_t count) {
   using Limits = std::numeric_limits<T>;
-  const T special[] = {T(0), T(-0.0), Limits::quiet_NaN(), -Limits::quiet_NaN(), Limits::infinity(),
-                       -Limits::infinity(), Limits::denorm_min(), -Limits::denorm_min(), Limits::max(), -Limits::max()};
+  const T special[] = {T(0),
+                       T(-0.0),
+                       Limits::quiet_NaN(),
+                       -Limits::quiet_NaN(),
+                       Limits::infinity(),
+                       -Limits::infinity(),
+                       Limits::denorm_min(),
+                       -Limits::denorm_min(),
+                       Limits::max(),
+                       -Limits::max()};
   std::normal_distribution<double> normal;
   std::vector<T> values(count);
   for (size_t i = 0; i < count; ++i) values[i] = i / 64 % 2 || rng() % 16 ? T(normal(rng)) : special[rng() % 10];

@@ -58,11 +58,11 @@ paceline::Error error_of(F f) {
 
 }  // namespace test
 
-#define TEST(name)                                          \
-  static void name();                                       \
-  static test::Register register_##name(#name, name);       \
+#define TEST(name)                                    \
+  static void name();                                 \
+  static test::Register register_##name(#name, name); \
   static void name()
-#define CHECK(condition)                                                                             \
-  do {                                                                                               \
+#define CHECK(condition)                                                                                             \
+  do {                                                                                                               \
     if (!(condition)) throw test::Failure{std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #condition}; \
   } while (0)

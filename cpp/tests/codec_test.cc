@@ -36,8 +36,17 @@ Floats some_values(size_t count, float scale = 1) {
 }
 
 Floats with_specials(size_t count) {
-  const float special[] = {0.0f, -0.0f, Limits::quiet_NaN(), Limits::infinity(), -Limits::infinity(),
-                           Limits::denorm_min(), -Limits::denorm_min(), Limits::max(), -Limits::max(), 1e-38f, 65504.0f,
+  const float special[] = {0.0f,
+                           -0.0f,
+                           Limits::quiet_NaN(),
+                           Limits::infinity(),
+                           -Limits::infinity(),
+                           Limits::denorm_min(),
+                           -Limits::denorm_min(),
+                           Limits::max(),
+                           -Limits::max(),
+                           1e-38f,
+                           65504.0f,
                            65520.0f};
   Floats values = some_values(count);
   for (auto& v : values)
@@ -229,8 +238,8 @@ TEST(payloads_do_not_depend_on_where_a_tensor_is_cut) {
     for (uint64_t first : {uint64_t(3), (uint64_t(1) << 32) - block - 5}) {
       Bytes whole = encoded(format, values, nullptr, make_draw(1, 2, first));
       for (size_t cut : {block, 2 * block, 5 * block}) {
-        Bytes head = encoded(format, Floats(values.begin(), values.begin() + ptrdiff_t(cut)), nullptr,
-                             make_draw(1, 2, first));
+        Bytes head =
+            encoded(format, Floats(values.begin(), values.begin() + ptrdiff_t(cut)), nullptr, make_draw(1, 2, first));
         Bytes tail = encoded(format, Floats(values.begin() + ptrdiff_t(cut), values.end()), nullptr,
                              make_draw(1, 2, first + cut));
         head.insert(head.end(), tail.begin(), tail.end());

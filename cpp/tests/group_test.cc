@@ -78,7 +78,8 @@ void on_ranks(int n, int per_host, Body body, int expect_killed = -1) {
       std::vector<int> ranks, hosts;
       for (int r = 0; r < n; ++r) ranks.push_back(r), hosts.push_back(r / per_host);
       for (int r = 0; r < n; ++r)
-        if (r != rank && r / per_host == rank / per_host) engine->add_local_peer(r, Fd(unix_sockets[size_t(rank)][size_t(r)]));
+        if (r != rank && r / per_host == rank / per_host)
+          engine->add_local_peer(r, Fd(unix_sockets[size_t(rank)][size_t(r)]));
       engine->await_local_peers(10);
       auto group = std::make_shared<Group>(engine, GroupConfig{1, 1, ranks, hosts, 30});
       for (int r = 0; r < n; ++r)
@@ -151,7 +152,8 @@ void check_point_to_point(Engine&, Group& g) {
   std::vector<OperationPtr> operations;
   std::vector<std::vector<double>> out(8, std::vector<double>(70000, me)), in(8, std::vector<double>(70000));
   for (uint64_t tag = 0; tag < 8; ++tag)  // received in the opposite order of tags
-    operations.push_back(g.submit_receive((me + n - 1) % n, 7 - tag, {in[tag].data(), in[tag].size()}, DType::float64, nullptr, true));
+    operations.push_back(
+        g.submit_receive((me + n - 1) % n, 7 - tag, {in[tag].data(), in[tag].size()}, DType::float64, nullptr, true));
   for (uint64_t tag = 0; tag < 8; ++tag)
     operations.push_back(g.submit_send((me + 1) % n, tag, {out[tag].data(), out[tag].size()}, DType::float64, true));
   for (auto& o : operations) g.wait(*o, 30);
@@ -261,16 +263,19 @@ TEST(mismatch_reaches_all_ranks) {
 
 TEST(death_is_detected_and_named) {
   for (int per_host : {3, 1})
-    on_ranks(3, per_host, [](Engine&, Group& g) {
-      std::vector<float> v(500000);
-      auto error = test::error_of([&] {
-        for (int i = 0; i < 1000; ++i) {
-          if (g.rank() == 1 && i == 5) raise(SIGKILL);
-          run(g, all_reduce(v, ReduceOp::sum));
-        }
-      });
-      CHECK(error.kind == ErrorKind::peer_lost && error.rank == 1);
-    }, 1);
+    on_ranks(
+        3, per_host,
+        [](Engine&, Group& g) {
+          std::vector<float> v(500000);
+          auto error = test::error_of([&] {
+            for (int i = 0; i < 1000; ++i) {
+              if (g.rank() == 1 && i == 5) raise(SIGKILL);
+              run(g, all_reduce(v, ReduceOp::sum));
+            }
+          });
+          CHECK(error.kind == ErrorKind::peer_lost && error.rank == 1);
+        },
+        1);
 }
 
 // A rank that has finished closes both lanes. What it sent on one of them may arrive after the end of the other: only the
@@ -286,8 +291,8 @@ TEST(only_the_end_of_the_awaited_lane_is_a_loss) {
     }
     int64_t value = 0;
     bool is_barrier = awaited == Lane::collective;
-    auto operation = is_barrier ? group.submit({}, false)
-                                : group.submit_receive(1, 0, {&value, 1}, DType::int64, nullptr, false);
+    auto operation =
+        is_barrier ? group.submit({}, false) : group.submit_receive(1, 0, {&value, 1}, DType::int64, nullptr, false);
     close(sockets[1 - int(awaited)][1]);
     CHECK(!engine->wait(*operation, 0.3));  // several inspections
     CHECK(!group.failed());

@@ -232,7 +232,9 @@ TEST(neighbours_come_and_go_and_leave_nothing) {
       reduce(*company.group, data);
       if (rank % 3 == 0) kill(company.pid, SIGKILL);
       else CHECK(engine->end_peer(rank));
-      auto lost = test::error_of([&] { for (;;) reduce(*company.group, data); });
+      auto lost = test::error_of([&] {
+        for (;;) reduce(*company.group, data);
+      });
       CHECK(lost.kind == ErrorKind::peer_lost);
       if (rank % 2) engine->forget_peer(rank);  // while its group is still there
       CHECK(test::error_of([&] { reduce(*company.group, data); }).kind == ErrorKind::peer_lost);
@@ -316,7 +318,8 @@ TEST(many_threads_and_a_failure) {
     threads.emplace_back([&, t] {
       float value = 0;
       auto receive = company.group->submit_receive(1, t, {&value, 1}, DType::float32, nullptr, t % 2);
-      ended += test::error_of([&] { company.group->wait(*receive, kPatience_s); }).kind == ErrorKind::generation_changed;
+      ended +=
+          test::error_of([&] { company.group->wait(*receive, kPatience_s); }).kind == ErrorKind::generation_changed;
     });
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
   double start = now_s();
@@ -333,9 +336,7 @@ TEST(forming_a_group_can_be_given_up) {
   engine->await_local_peers(kPatience_s);
   for (int i = 0; i < 3; ++i) {
     double took = time_of([&] {
-      auto error = test::error_of([&] {
-        Group(engine, GroupConfig{3, 4, {9, 5}, {0, 0}, kPatience_s, 0.05});
-      });
+      auto error = test::error_of([&] { Group(engine, GroupConfig{3, 4, {9, 5}, {0, 0}, kPatience_s, 0.05}); });
       CHECK(error.kind == ErrorKind::peer_timeout && error.rank == 9);
     });
     CHECK(took < 0.5);

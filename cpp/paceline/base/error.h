@@ -6,13 +6,13 @@
 namespace paceline {
 
 enum class ErrorKind : int {
-  usage,               // UsageError
-  collective_mismatch, // CollectiveMismatch
-  peer_lost,           // PeerLost
-  peer_timeout,        // PeerTimeout
-  generation_changed,  // GenerationChanged
-  bad_frame,           // BadFrame
-  shared_memory,       // SharedMemoryError
+  usage,                // UsageError
+  collective_mismatch,  // CollectiveMismatch
+  peer_lost,            // PeerLost
+  peer_timeout,         // PeerTimeout
+  generation_changed,   // GenerationChanged
+  bad_frame,            // BadFrame
+  shared_memory,        // SharedMemoryError
 };
 
 class Error : public std::runtime_error {

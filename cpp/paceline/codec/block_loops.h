@@ -71,7 +71,11 @@ template <class F>
 class Encoding {
  public:
   Encoding(const float* values, float* residual, size_t begin, size_t end, const Draw& draw, uint8_t* payload)
-      : values_(values), residual_(residual), at_(begin), end_(end), draw_(draw),
+      : values_(values),
+        residual_(residual),
+        at_(begin),
+        end_(end),
+        draw_(draw),
         output_(payload + begin / F::kValues * F::kBytes, end - begin) {}
   bool has_block() const { return at_ + F::kValues <= end_; }
   void encode_block() {
@@ -182,9 +186,8 @@ void mean_of_blocks(const uint8_t* const* rows, size_t num_rows, size_t count, f
 
 // A payload misses the sum of so many rows by that many times what it misses their mean by.
 template <class F>
-void recode_block(const uint8_t* const* rows, size_t num_rows, size_t offset,
-                  const Divisor<typename F::Lanes>& by, float* residual, size_t n, const Draw& draw, uint64_t at,
-                  uint8_t* payload) {
+void recode_block(const uint8_t* const* rows, size_t num_rows, size_t offset, const Divisor<typename F::Lanes>& by,
+                  float* residual, size_t n, const Draw& draw, uint64_t at, uint8_t* payload) {
   using L = typename F::Lanes;
   alignas(64) float mean[F::kValues];
   mean_of_block<F>(rows, num_rows, offset, by, false, mean);
@@ -208,8 +211,7 @@ void recode_blocks(const uint8_t* const* rows, size_t num_rows, float* residual,
   Output<F> output(payload, count);
   size_t at = 0, offset = 0;
   for (; at + kValues <= count; at += kValues, offset += F::kBytes, output.next())
-    recode_block<F>(rows, num_rows, offset, by, residual ? residual + at : nullptr, kValues, draw, at,
-                    output.block());
+    recode_block<F>(rows, num_rows, offset, by, residual ? residual + at : nullptr, kValues, draw, at, output.block());
   if (at == count) return output.finish();
   alignas(64) float left[kValues] = {};
   const size_t n = count - at;

@@ -21,8 +21,8 @@ void decode_mean(Format format, const uint8_t* const* rows, size_t num_rows, siz
   kernels().formats[size_t(format)].decode_mean(rows, num_rows, count, out);
 }
 
-void recode(Format format, const uint8_t* const* rows, size_t num_rows, float* residual, size_t count,
-            const Draw& draw, uint8_t* payload) {
+void recode(Format format, const uint8_t* const* rows, size_t num_rows, float* residual, size_t count, const Draw& draw,
+            uint8_t* payload) {
   kernels().formats[size_t(format)].recode(rows, num_rows, residual, count, draw, payload);
 }
 

@@ -18,8 +18,8 @@ void encode(Format format, const float* values, float* residual, size_t count, c
 void decode_mean(Format format, const uint8_t* const* rows, size_t num_rows, size_t count, float* out);
 
 // payload = the mean of the rows, encoded; residual += num_rows * (mean - what the payload decodes to).
-void recode(Format format, const uint8_t* const* rows, size_t num_rows, float* residual, size_t count,
-            const Draw& draw, uint8_t* payload);
+void recode(Format format, const uint8_t* const* rows, size_t num_rows, float* residual, size_t count, const Draw& draw,
+            uint8_t* payload);
 
 // int8 with SHARED SCALES: all workers quantise a block with the largest magnitude that any of them has in it, so that
 // bytes of several workers can be added. With `levels` = 127 / workers the sum fits a byte as well. Blocks of 256 values.
@@ -27,8 +27,7 @@ constexpr size_t kSharedValues = 256;
 // largest[b] = the largest size of values + residual in block b; NaN when one of them is not finite.
 void block_largest(const float* values, const float* residual, size_t count, float* largest);
 // bytes = (values + residual) / largest * levels, to nearest; residual = what is left.
-void encode_shared(const float* values, float* residual, size_t count, const float* largest, int levels,
-                   int8_t* bytes);
+void encode_shared(const float* values, float* residual, size_t count, const float* largest, int levels, int8_t* bytes);
 // out = bytes * largest / levels / workers: the mean, from the sum of the workers' bytes.
 void decode_shared(const int8_t* bytes, size_t count, const float* largest, int levels, size_t workers, float* out);
 

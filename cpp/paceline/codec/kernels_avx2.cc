@@ -48,8 +48,10 @@ size_t collect_avx2(const float* values, float* residual, size_t count, uint32_t
 
 }  // namespace
 
-const Kernels kAvx2Codecs = {
-    {of<Avx2Bf16>(), of<Avx2Fp16>(), of<Avx2Int8>(), of<Avx2Int4>(), of<Avx2Onebit>()},
-    block_largest_loop<Avx2Lanes>, encode_shared_loop<Avx2Lanes>, decode_shared_loop<Avx2Lanes>, collect_avx2};
+const Kernels kAvx2Codecs = {{of<Avx2Bf16>(), of<Avx2Fp16>(), of<Avx2Int8>(), of<Avx2Int4>(), of<Avx2Onebit>()},
+                             block_largest_loop<Avx2Lanes>,
+                             encode_shared_loop<Avx2Lanes>,
+                             decode_shared_loop<Avx2Lanes>,
+                             collect_avx2};
 
 }  // namespace paceline::codec

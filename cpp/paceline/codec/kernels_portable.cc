@@ -22,6 +22,9 @@ size_t collect_portable(const float* values, float* residual, size_t count, uint
 
 const Kernels kPortableCodecs = {
     {of<PlainBf16>(), of<PlainFp16>(), of<PlainInt8>(), of<PlainInt4>(), of<PlainOnebit>()},
-    block_largest_loop<PlainLanes>, encode_shared_loop<PlainLanes>, decode_shared_loop<PlainLanes>, collect_portable};
+    block_largest_loop<PlainLanes>,
+    encode_shared_loop<PlainLanes>,
+    decode_shared_loop<PlainLanes>,
+    collect_portable};
 
 }  // namespace paceline::codec

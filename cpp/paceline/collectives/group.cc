@@ -131,8 +131,8 @@ OperationPtr Group::submit(Request request, bool background) {
 
 void Group::wait(Operation& operation, double timeout_s) {
   if (!engine_->wait(operation, timeout_s))
-    throw Error(ErrorKind::peer_timeout, operation.describe() + " has not finished after " +
-                                             std::to_string(timeout_s) + " s");
+    throw Error(ErrorKind::peer_timeout,
+                operation.describe() + " has not finished after " + std::to_string(timeout_s) + " s");
   operation.rethrow();
 }
 

@@ -26,11 +26,11 @@ enum class Lane : uint8_t { collective, point_to_point };
 struct GroupConfig {
   uint64_t id = 0;
   uint32_t generation = 0;
-  std::vector<int> ranks;   // global ranks, in group order
-  std::vector<int> hosts;   // for each member the number of its host
-  double timeout_s = 600;   // of one operation; infinite: long waits are normal in this group, without a warning.
-                            // A peer that is silent for EngineConfig.liveness_s fails the group in any case.
-  double forming_s = 0;     // how long to wait for the first neighbour of the group; 0: timeout_s
+  std::vector<int> ranks;  // global ranks, in group order
+  std::vector<int> hosts;  // for each member the number of its host
+  double timeout_s = 600;  // of one operation; infinite: long waits are normal in this group, without a warning.
+                           // A peer that is silent for EngineConfig.liveness_s fails the group in any case.
+  double forming_s = 0;    // how long to wait for the first neighbour of the group; 0: timeout_s
 };
 
 constexpr int kAnySource = -1;
@@ -100,10 +100,10 @@ class Group final : public Pollable {
   enum class OperationKind : uint8_t { collective, send, receive };
   OperationPtr enqueue(OperationPtr operation, OperationKind kind, bool background);
   void take_inbox();
-  bool advance_collectives();  // driver only
-  bool advance_transfers();    // driver only
-  void push_out();             // driver only: starts submitted operations, without reading what arrives
-  void notify_members(const Error& error);    // driver only
+  bool advance_collectives();               // driver only
+  bool advance_transfers();                 // driver only
+  void push_out();                          // driver only: starts submitted operations, without reading what arrives
+  void notify_members(const Error& error);  // driver only
   void fail_now(std::exception_ptr error);  // driver only
   void end_operations(std::exception_ptr error);  // driver only
   void check_waiting(Operation& operation, Lane lane, double now);
@@ -135,14 +135,14 @@ class Group final : public Pollable {
   std::shared_ptr<Engine> engine_;
   GroupConfig config_;
   int me_ = 0;
-  std::vector<int> local_;    // group ranks on this host, in order
-  std::vector<int> leaders_;  // first group rank of each host, in order of hosts' first appearance
-  int my_host_ = 0;           // index into leaders_
+  std::vector<int> local_;      // group ranks on this host, in order
+  std::vector<int> leaders_;    // first group rank of each host, in order of hosts' first appearance
+  int my_host_ = 0;             // index into leaders_
   std::unique_ptr<Team> team_;  // null when this host has one member
 
   std::mutex mu_;
-  std::deque<std::pair<OperationPtr, OperationKind>> inbox_;   // guarded by mu_
-  std::exception_ptr failure_;                       // guarded by mu_
+  std::deque<std::pair<OperationPtr, OperationKind>> inbox_;                   // guarded by mu_
+  std::exception_ptr failure_;                                                 // guarded by mu_
   std::vector<std::tuple<int, Lane, std::unique_ptr<Channel>>> new_channels_;  // guarded by mu_
 
   // Driver only.

@@ -31,7 +31,9 @@ void Group::check_waiting(Operation& operation, Lane lane, double now) {
   if (age > config_.timeout_s)
     throw Error(ErrorKind::peer_timeout,
                 operation.describe() + " hit its timeout after " + std::to_string(int(age)) + " s: rank " +
-                    std::to_string(limits.rank) + " waits for " + on + ", which may be busy or stuck elsewhere. Raise the timeout (PACELINE_TIMEOUT_S, or the one given to the group) if this is expected.",
+                    std::to_string(limits.rank) + " waits for " + on +
+                    ", which may be busy or stuck elsewhere. Raise the timeout (PACELINE_TIMEOUT_S, or the one given "
+                    "to the group) if this is expected.",
                 ranks.empty() ? -1 : ranks[0]);
   if (age > limits.warn_s && !ranks.empty()) engine_->note_long_wait({operation.describe(), age, ranks});
   if (operation.next_warning_s == 0) operation.next_warning_s = limits.warn_s;
@@ -63,12 +65,14 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
   if (lost && (!wait || !wait->ready()))
     throw Error(ErrorKind::peer_lost,
                 peer_name(rank) +
-                    (link && link->left() ? " has finished and left the job" : " ended or lost its connection") + noticed +
-                    "Check the output of that rank; the group cannot continue without it.", rank);
+                    (link && link->left() ? " has finished and left the job" : " ended or lost its connection") +
+                    noticed + "Check the output of that rank; the group cannot continue without it.",
+                rank);
   if (silent > limits.liveness_s)
     throw Error(ErrorKind::peer_timeout,
                 peer_name(rank) + " has not run for " + std::to_string(int(silent)) + " s" + noticed +
-                    "Its process or its machine is stopped: continue it, or raise PACELINE_LIVENESS_S.", rank);
+                    "Its process or its machine is stopped: continue it, or raise PACELINE_LIVENESS_S.",
+                rank);
 }
 
 void Group::inspect(double now) {

@@ -17,10 +17,10 @@
 
 namespace paceline {
 namespace {
-constexpr uint64_t kDoublingBytes = 32 << 10;   // up to this size latency matters, not bandwidth
+constexpr uint64_t kDoublingBytes = 32 << 10;  // up to this size latency matters, not bandwidth
 constexpr uint64_t kSegmentBytes = 256 << 10;
-constexpr size_t kWindow = 8;                   // segments that may be in flight to this rank
-constexpr uint64_t kLag = 8;                    // segments between two rounds of a ring
+constexpr size_t kWindow = 8;  // segments that may be in flight to this rank
+constexpr uint64_t kLag = 8;   // segments between two rounds of a ring
 }  // namespace
 
 Task Group::run_spanning(const Request& request, const Descriptor& shown) {
@@ -150,13 +150,18 @@ Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, const voi
   std::vector<int> to(1, next), from(1, previous);
   co_await exchange.agree(to, from);
 
-  struct Span { uint64_t start, count; };
+  struct Span {
+    uint64_t start, count;
+  };
   uint64_t longest = (count + uint64_t(hosts) - 1) / uint64_t(hosts), segment = kSegmentBytes / es;
   uint64_t per_chunk = (longest + segment - 1) / segment;
   int rounds = 2 * (hosts - 1);
   // Rounds overlap: round t lags kLag segments behind round t-1, so a segment that was just added is sent on while it
   // is in the cache. Both sides use the same list, for what they send and for what they receive.
-  struct Step { int round; uint64_t segment; };
+  struct Step {
+    int round;
+    uint64_t segment;
+  };
   uint64_t steps = uint64_t(rounds) * per_chunk;
   std::vector<Step> order;
   order.reserve(steps);
@@ -206,8 +211,7 @@ Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, const voi
     if (adds(round)) {
       const void* sources[2] = {scratch.data() + q % kWindow * kSegmentBytes, mine + span_in.start * es};
       void* destination = data + span_in.start * es;
-      reduce({r.dtype, r.op, round == hosts - 2 ? divisor : 1}, sources, 2, &destination, 1, span_in.count,
-             false);
+      reduce({r.dtype, r.op, round == hosts - 2 ? divisor : 1}, sources, 2, &destination, 1, span_in.count, false);
     }
     ++taken[size_t(round)];
     send_ready();

@@ -85,9 +85,7 @@ Task Group::exchange_pieces(const Request& request, const Descriptor& shown) {
   size_t es = request.element_bytes();
   int n = size();
   bool folds = request.kind == Kind::reduce_scatter;
-  auto input_for = [&](int to) {
-    return gives(request, me_, to) ? part_for(request.inputs, to) : Part{};
-  };
+  auto input_for = [&](int to) { return gives(request, me_, to) ? part_for(request.inputs, to) : Part{}; };
   std::vector<std::vector<std::byte>> scratch(folds ? size_t(n) : 0);
   auto output_from = [&](int from) -> Part {
     if (!gives(request, from, me_)) return {};
@@ -140,8 +138,8 @@ Task Group::exchange_pieces(const Request& request, const Descriptor& shown) {
     std::vector<const void*> sources;
     for (int m = 0; m < n; ++m) sources.push_back(output_from(m).data);
     void* to = request.outputs[0].data;
-    reduce({request.dtype, request.op, request.op == ReduceOp::mean ? size_t(n) : 1}, sources.data(),
-           sources.size(), &to, 1, request.outputs[0].count, false);
+    reduce({request.dtype, request.op, request.op == ReduceOp::mean ? size_t(n) : 1}, sources.data(), sources.size(),
+           &to, 1, request.outputs[0].count, false);
   }
 }
 

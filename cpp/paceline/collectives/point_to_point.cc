@@ -75,16 +75,16 @@ OperationPtr Group::submit_send(int member, uint64_t tag, Part part, DType dtype
   message->bytes = part.count * size_of(dtype);
   message->tag = tag;
   auto describe = [to = global_rank(member), count = part.count, dtype, tag] {
-    return "send of " + std::to_string(count) + " " + name_of(dtype) + " to rank " + std::to_string(to) +
-           " with tag " + std::to_string(tag);
+    return "send of " + std::to_string(count) + " " + name_of(dtype) + " to rank " + std::to_string(to) + " with tag " +
+           std::to_string(tag);
   };
-  auto operation = std::make_shared<Operation>(
-      [=, this] { return send_message(member, message, dtype); }, std::move(describe));
+  auto operation =
+      std::make_shared<Operation>([=, this] { return send_message(member, message, dtype); }, std::move(describe));
   return enqueue(operation, OperationKind::send, background);
 }
 
-OperationPtr Group::submit_receive(int member, uint64_t tag, Part part, DType dtype,
-                                   std::shared_ptr<int> source, bool background) {
+OperationPtr Group::submit_receive(int member, uint64_t tag, Part part, DType dtype, std::shared_ptr<int> source,
+                                   bool background) {
   auto posted = std::make_shared<PostedReceive>();
   posted->member = member;
   posted->tag = tag;
@@ -106,8 +106,9 @@ Task Group::send_message(int member, std::shared_ptr<Message> message, DType dty
     co_await park(open);
   }
   Port* to = port(member, Lane::point_to_point);
-  if (!to) throw Error(ErrorKind::peer_lost, "there is no connection to rank " + std::to_string(global_rank(member)),
-                       global_rank(member));
+  if (!to)
+    throw Error(ErrorKind::peer_lost, "there is no connection to rank " + std::to_string(global_rank(member)),
+                global_rank(member));
   to->announce(message.get(), uint64_t(dtype));
   MessageMoved moved(*message);
   co_await park(moved);
@@ -156,8 +157,8 @@ void Group::accept(const Posted& posted, const Announced& announced) {
                 "ranks disagree: rank " + std::to_string(from) + " sends " + std::to_string(h.total_bytes / es) + " " +
                     name_of(DType(h.offset)) + " with tag " + std::to_string(h.tag) + ", rank " +
                     std::to_string(global_rank(me_)) + " receives " +
-                    std::to_string(posted->message.bytes / size_of(posted->dtype)) + " " +
-                    name_of(posted->dtype) + ". Sender and receiver must use tensors of the same size and dtype.");
+                    std::to_string(posted->message.bytes / size_of(posted->dtype)) + " " + name_of(posted->dtype) +
+                    ". Sender and receiver must use tensors of the same size and dtype.");
   }
   std::erase(posted_, posted);
   posted->port = announced.port;

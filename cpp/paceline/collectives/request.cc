@@ -13,15 +13,12 @@ static_assert(sizeof kNames / sizeof kNames[0] == size_t(Kind::count_));
 
 // Tensors of these must be alike on all ranks.
 bool is_uniform(Kind kind) {
-  return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast ||
-         kind == Kind::reduce_scatter;
+  return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::reduce_scatter;
 }
 }  // namespace
 
 const char* name_of(Kind kind) { return kind < Kind::count_ ? kNames[size_t(kind)] : "?"; }
-bool is_reducing(Kind kind) {
-  return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
-}
+bool is_reducing(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter; }
 bool is_rooted(Kind kind) {
   return kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::scatter || kind == Kind::gather;
 }
@@ -46,8 +43,7 @@ std::string to_text(const Descriptor& d) {
   if (d.kind == Kind::barrier) return text;
   if (is_reducing(d.kind)) text += std::string(" ") + name_of(d.op);
   text += std::string(" ") + name_of(d.dtype) + "[";
-  for (int i = 0; i < std::min<int>(d.ndim, kMaxShownDims); ++i)
-    text += (i ? "," : "") + std::to_string(d.shape[i]);
+  for (int i = 0; i < std::min<int>(d.ndim, kMaxShownDims); ++i) text += (i ? "," : "") + std::to_string(d.shape[i]);
   if (d.ndim > kMaxShownDims) text += ",...";
   text += "]";
   if (is_rooted(d.kind)) text += " root " + std::to_string(d.root);
@@ -72,9 +68,9 @@ void require_match(const Descriptor& a, int rank_a, const Descriptor& b, int ran
 void raise_piece_mismatch(const Descriptor& d, int from, uint64_t sent, int to, uint64_t expected) {
   throw Error(ErrorKind::collective_mismatch,
               "ranks disagree in " + std::string(name_of(d.kind)) + " #" + std::to_string(d.number) + ": rank " +
-                  std::to_string(from) + " gives " + std::to_string(sent) + " elements of " +
-                  name_of(d.dtype) + " to rank " + std::to_string(to) + ", which expects " +
-                  std::to_string(expected) + ". Pass the sizes that the other side uses.");
+                  std::to_string(from) + " gives " + std::to_string(sent) + " elements of " + name_of(d.dtype) +
+                  " to rank " + std::to_string(to) + ", which expects " + std::to_string(expected) +
+                  ". Pass the sizes that the other side uses.");
 }
 
 }  // namespace paceline

@@ -23,7 +23,16 @@
 namespace paceline {
 
 enum class Kind : uint32_t {
-  barrier, all_reduce, reduce, reduce_scatter, all_gather, broadcast, scatter, gather, all_to_all, count_
+  barrier,
+  all_reduce,
+  reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  scatter,
+  gather,
+  all_to_all,
+  count_
 };
 
 const char* name_of(Kind kind);
@@ -49,9 +58,9 @@ struct Request {
 
 // How the other ranks can read a rank's inputs.
 enum class Placement : uint8_t {
-  in_slot,   // small: copied into the slot itself
-  exposed,   // in engine memory: read in place
-  staged,    // ordinary memory: streamed through staging buffers
+  in_slot,  // small: copied into the slot itself
+  exposed,  // in engine memory: read in place
+  staged,   // ordinary memory: streamed through staging buffers
 };
 
 constexpr int kMaxShownDims = 6;
@@ -66,9 +75,9 @@ struct Descriptor {
   uint8_t ndim = 0;
   int32_t root = 0;
   uint32_t reserved = 0;
-  uint64_t count = 0;   // elements of all inputs, or of the output where there are none
+  uint64_t count = 0;  // elements of all inputs, or of the output where there are none
   int64_t shape[kMaxShownDims] = {};
-  Location output;      // engine memory for the result (all_reduce, reduce at the root)
+  Location output;  // engine memory for the result (all_reduce, reduce at the root)
 };
 static_assert(sizeof(Descriptor) == 96);
 

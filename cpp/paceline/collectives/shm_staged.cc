@@ -164,8 +164,8 @@ Task Team::stage_reduction(Context& c) {
                                    : block(m).inputs[(base + j) % kStages] + size_t(me_) * room);
       void* to[2] = {block(me_).results[(base + j) % kStages], nullptr};
       if (destination) to[1] = at(r.outputs[0], slice_at(j, me_), es);
-      reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), to, destination ? 2 : 1,
-             slice_count(j, me_), false);
+      reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), to, destination ? 2 : 1, slice_count(j, me_),
+             false);
       block(me_).drained.value.store(base + j + 1, std::memory_order_release);
       post(&Block::reduced, base + j + 1);
     }

@@ -25,7 +25,7 @@ uint64_t slice_start(uint64_t count, size_t element_bytes, int member, int membe
 
 }  // namespace
 
-void Team::post(Counter Block::*counter, uint64_t value) {
+void Team::post(Counter Block::* counter, uint64_t value) {
   (block(me_).*counter).value.store(value, std::memory_order_release);
   full_fence();
   for (auto& link : links_)
@@ -62,8 +62,7 @@ void Team::post_request(Context& c) {
   for (size_t i = 0; i < r.inputs.size(); ++i) pieces[i].gives = r.inputs[i].count;
   for (size_t i = 0; i < r.outputs.size(); ++i) pieces[i].expects = r.outputs[i].count;
   if ((r.kind == Kind::all_reduce || r.kind == Kind::reduce) && !r.outputs.empty() && bytes > kSlotBytes)
-    if (auto at = engine_.arena().locate(r.outputs[0].data, r.outputs[0].count * r.element_bytes()))
-      d.output = *at;
+    if (auto at = engine_.arena().locate(r.outputs[0].data, r.outputs[0].count * r.element_bytes())) d.output = *at;
   post(&Block::arrived, c.op);
 }
 
@@ -138,8 +137,10 @@ const std::byte* Team::source(const Context& c, int member, int piece) const {
   if (member == me_) return static_cast<const std::byte*>(c.request.inputs[size_t(piece)].data);
   if (pieces[piece].gives == 0) return nullptr;
   std::byte* p = link(member)->resolve(pieces[piece].where, pieces[piece].gives * es);
-  if (!p) throw Error(ErrorKind::bad_frame, "rank " + std::to_string(rank_of(member)) +
-                                                " named engine memory that does not exist", rank_of(member));
+  if (!p)
+    throw Error(ErrorKind::bad_frame,
+                "rank " + std::to_string(rank_of(member)) + " named engine memory that does not exist",
+                rank_of(member));
   return p;
 }
 
@@ -147,8 +148,10 @@ std::byte* Team::output_of(const Context& c, int member) const {
   if (member == me_) return static_cast<std::byte*>(c.request.outputs[0].data);
   const Descriptor& d = c.descriptor_of(*this, member);
   std::byte* p = link(member)->resolve(d.output, d.count * c.request.element_bytes());
-  if (!p) throw Error(ErrorKind::bad_frame, "rank " + std::to_string(rank_of(member)) +
-                                                " named engine memory that does not exist", rank_of(member));
+  if (!p)
+    throw Error(ErrorKind::bad_frame,
+                "rank " + std::to_string(rank_of(member)) + " named engine memory that does not exist",
+                rank_of(member));
   return p;
 }
 
@@ -167,8 +170,8 @@ void Team::reduce_slice(const Context& c) {
     destinations.push_back(output_of(c, m) + lo * es);
     in_place &= destinations.back() == sources.back();
   }
-  reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), destinations.data(), destinations.size(),
-         hi - lo, count * es >= kStreamingBytes && !in_place);
+  reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), destinations.data(), destinations.size(), hi - lo,
+         count * es >= kStreamingBytes && !in_place);
 }
 
 // Copies or folds what this member needs, from all members' inputs into its outputs.

@@ -25,13 +25,13 @@ struct alignas(64) Counter {
 
 // What one member gives to, and expects from, one other member.
 struct Piece {
-  uint64_t gives = 0;     // elements
-  uint64_t expects = 0;   // elements
-  Location where;         // of what it gives, when exposed
+  uint64_t gives = 0;    // elements
+  uint64_t expects = 0;  // elements
+  Location where;        // of what it gives, when exposed
 };
 
 constexpr size_t kSlotBytes = 16 << 10;
-constexpr int kStages = 4;               // staging buffers used in turn
+constexpr int kStages = 4;  // staging buffers used in turn
 constexpr size_t kStageBytes = 256 << 10;
 
 struct Block {
@@ -67,7 +67,7 @@ class Team {
   Task run(const Request& request, const Descriptor& shown, size_t divisor);
 
   // Advances one of this member's counters and wakes members that sleep.
-  void post(Counter Block::*counter, uint64_t value);
+  void post(Counter Block::* counter, uint64_t value);
 
   // A failure for all members, also those that cannot detect it themselves.
   void publish_failure(ErrorKind kind, int rank, const std::string& text);
@@ -77,7 +77,7 @@ class Team {
   struct Context;  // one operation in flight
 
  private:
-  Task run_whole(Context& c);    // inputs readable in place: slots or engine memory
+  Task run_whole(Context& c);  // inputs readable in place: slots or engine memory
   Task run_staged(Context& c);
   Task stage_pieces(Context& c);
   Task stage_reduction(Context& c);
@@ -107,8 +107,8 @@ class Team {
   std::vector<Block*> blocks_;
   std::vector<Piece*> pieces_;
   std::vector<std::shared_ptr<LocalLink>> links_;  // null for this member
-  uint64_t op_ = 0;                // operations started
-  uint64_t chunks_ = 0;            // staged chunks so far: equal on all members between operations
+  uint64_t op_ = 0;                                // operations started
+  uint64_t chunks_ = 0;                            // staged chunks so far: equal on all members between operations
 };
 
 // One operation in flight: the members' requests, resolved to pointers.
@@ -135,8 +135,11 @@ struct Team::Context {
 // Waits until a counter of all members (or one) has reached a value.
 class Reached final : public Wait {
  public:
-  Reached(const Team& team, Counter Block::*counter, uint64_t value, int only = -1)
-      : team_(team), counter_(counter), value_(value), at_(only < 0 ? 0 : only),
+  Reached(const Team& team, Counter Block::* counter, uint64_t value, int only = -1)
+      : team_(team),
+        counter_(counter),
+        value_(value),
+        at_(only < 0 ? 0 : only),
         end_(only < 0 ? team.size() : only + 1) {}
   bool ready() override {
     while (at_ < end_ && has(at_)) ++at_;
@@ -148,11 +151,9 @@ class Reached final : public Wait {
   }
 
  private:
-  bool has(int member) const {
-    return (team_.block(member).*counter_).value.load(std::memory_order_acquire) >= value_;
-  }
+  bool has(int member) const { return (team_.block(member).*counter_).value.load(std::memory_order_acquire) >= value_; }
   const Team& team_;
-  Counter Block::*counter_;
+  Counter Block::* counter_;
   uint64_t value_;
   int at_, end_;
 };

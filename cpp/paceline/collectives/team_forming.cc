@@ -21,8 +21,10 @@ Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<i
   for (int rank : members_) {
     links_.push_back(rank == my_rank ? nullptr : engine.link(rank));
     if (rank != my_rank && !links_.back())
-      throw Error(ErrorKind::peer_lost, "rank " + std::to_string(my_rank) + ": rank " + std::to_string(rank) +
-                                            " is gone; a group with it cannot be formed", rank);
+      throw Error(ErrorKind::peer_lost,
+                  "rank " + std::to_string(my_rank) + ": rank " + std::to_string(rank) +
+                      " is gone; a group with it cannot be formed",
+                  rank);
   }
   if (me_ == 0) {
     try {
@@ -42,13 +44,15 @@ Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<i
     uint64_t found = 0;
     Fd fd = engine.expect(members_[0], LinkKind::group, group_id, generation, found, timeout_s);
     if (!fd)
-      throw Error(ErrorKind::shared_memory, "rank " + std::to_string(members_[0]) +
-                                                " could not allocate the shared memory of a group; see the error of that rank.",
+      throw Error(ErrorKind::shared_memory,
+                  "rank " + std::to_string(members_[0]) +
+                      " could not allocate the shared memory of a group; see the error of that rank.",
                   members_[0]);
     if (found != bytes)
-      throw Error(ErrorKind::bad_frame, "rank " + std::to_string(members_[0]) + " created a group segment of " +
-                                            std::to_string(found) + " bytes, expected " + std::to_string(bytes) +
-                                            ": do the members agree about the group?", members_[0]);
+      throw Error(ErrorKind::bad_frame,
+                  "rank " + std::to_string(members_[0]) + " created a group segment of " + std::to_string(found) +
+                      " bytes, expected " + std::to_string(bytes) + ": do the members agree about the group?",
+                  members_[0]);
     segment_ = Segment::map(std::move(fd), bytes);
     header_ = reinterpret_cast<Header*>(segment_.data());
     if (header_->magic != kMagic || header_->generation != generation)

@@ -14,11 +14,11 @@
 
 namespace paceline {
 namespace {
-constexpr double kBeat_s = 0.2;      // heartbeat of an idle process
+constexpr double kBeat_s = 0.2;  // heartbeat of an idle process
 constexpr double kBackgroundPatience_s = 10e-6;
 constexpr double kInspect_s = 0.05;  // how often a waiting driver checks deadlines and peers
 constexpr double kStaleWaits_s = 1.0;
-constexpr double kWatch_s = 0.01;    // how often a watcher checks, without an event, whether a thread drives
+constexpr double kWatch_s = 0.01;  // how often a watcher checks, without an event, whether a thread drives
 constexpr double kYield_s = 200e-6;
 
 int first_finished(std::span<Operation* const> operations) {

@@ -36,10 +36,10 @@ namespace paceline {
 
 struct EngineConfig {
   int rank = 0;
-  int num_local = 1;         // processes of the job on this host: determines how long to spin
-  double timeout_s = 600;    // an operation that takes longer fails with peer_timeout
-  double liveness_s = 5;     // a peer without heartbeat for this long counts as stopped
-  double warn_s = 2;         // a longer wait is logged, with the ranks it waits for
+  int num_local = 1;       // processes of the job on this host: determines how long to spin
+  double timeout_s = 600;  // an operation that takes longer fails with peer_timeout
+  double liveness_s = 5;   // a peer without heartbeat for this long counts as stopped
+  double warn_s = 2;       // a longer wait is logged, with the ranks it waits for
 };
 
 // Payload that this process has sent, in bytes. Within a host it is counted once for each process that reads it.
@@ -57,12 +57,12 @@ struct LongWait {
 // Something that has operations to drive: a group.
 class Pollable {
  public:
-  virtual bool poll() = 0;                // driver: advance what can advance; true if anything did
-  virtual void before_sleep() = 0;        // driver: it is about to wait for sockets
-  virtual bool awaits_rest() const = 0;   // driver: whether a message has arrived in part over the network
-  virtual void inspect(double now) = 0;   // driver, a few times a second: deadlines, dead peers, warnings
-  virtual void beat(double now) = 0;      // driver, also while idle: send heartbeats to the other hosts
-  virtual void close_after_fork() = 0;    // in a forked child: close sockets that belong to the parent
+  virtual bool poll() = 0;               // driver: advance what can advance; true if anything did
+  virtual void before_sleep() = 0;       // driver: it is about to wait for sockets
+  virtual bool awaits_rest() const = 0;  // driver: whether a message has arrived in part over the network
+  virtual void inspect(double now) = 0;  // driver, a few times a second: deadlines, dead peers, warnings
+  virtual void beat(double now) = 0;     // driver, also while idle: send heartbeats to the other hosts
+  virtual void close_after_fork() = 0;   // in a forked child: close sockets that belong to the parent
 
  protected:
   ~Pollable() = default;
@@ -173,16 +173,16 @@ class Engine {
   Fd doorbell_, epoll_;
   std::atomic<double> spin_s_{0};
 
-  std::mutex drive_mu_;                  // held by the driver
-  std::atomic<int> contenders_{0};       // threads that want to drive
+  std::mutex drive_mu_;                     // held by the driver
+  std::atomic<int> contenders_{0};          // threads that want to drive
   std::atomic<bool> in_background_{false};  // the progress thread drives
-  std::vector<Pollable*> pollables_;     // driver only
-  double inspected_s_ = 0;               // driver only
-  std::vector<LongWait> noted_waits_;    // driver only: of the current inspection
-  std::atomic<int> pending_{0};          // operations that have not finished
-  std::atomic<int> background_{0};       // the part of them in the background
-  std::atomic<int> watchers_{0};         // threads that wait while another one drives
-  std::atomic<uint32_t> events_{0};      // incremented on each event that watchers wait for
+  std::vector<Pollable*> pollables_;        // driver only
+  double inspected_s_ = 0;                  // driver only
+  std::vector<LongWait> noted_waits_;       // driver only: of the current inspection
+  std::atomic<int> pending_{0};             // operations that have not finished
+  std::atomic<int> background_{0};          // the part of them in the background
+  std::atomic<int> watchers_{0};            // threads that wait while another one drives
+  std::atomic<uint32_t> events_{0};         // incremented on each event that watchers wait for
 
   std::mutex waits_mu_;
   std::vector<LongWait> waits_;  // guarded by waits_mu_: of the last inspection

@@ -10,8 +10,8 @@
 
 namespace paceline {
 namespace {
-constexpr double kKill_s = 0.5;      // how long the kernel may take to end a process
-constexpr double kLinger_s = 1.0;   // how long the channels of a failed group wait for the peers to end theirs
+constexpr double kKill_s = 0.5;    // how long the kernel may take to end a process
+constexpr double kLinger_s = 1.0;  // how long the channels of a failed group wait for the peers to end theirs
 }  // namespace
 
 void Engine::add_local_peer(int rank, Fd socket) {
@@ -19,7 +19,8 @@ void Engine::add_local_peer(int rank, Fd socket) {
     std::lock_guard lock(received_mu_);
     received_.push_back({from, m, std::move(fd)});
   };
-  auto link = std::make_shared<LocalLink>(rank, std::move(socket), deliver, [this](int process) { watch(process, true); });
+  auto link =
+      std::make_shared<LocalLink>(rank, std::move(socket), deliver, [this](int process) { watch(process, true); });
   link->introduce(presence_segment_, doorbell_.get());
   {
     std::lock_guard lock(links_mu_);
@@ -28,9 +29,8 @@ void Engine::add_local_peer(int rank, Fd socket) {
                   rank);
   }
   // From here on new segments are announced to this link; one created meanwhile is announced twice.
-  arena_.for_each_segment([&](uint64_t id, size_t bytes, int fd) {
-    link->send({0, LinkKind::segment, id, bytes, 0}, {fd});
-  });
+  arena_.for_each_segment(
+      [&](uint64_t id, size_t bytes, int fd) { link->send({0, LinkKind::segment, id, bytes, 0}, {fd}); });
   watch(link->socket());
 }
 
@@ -44,9 +44,10 @@ void Engine::await_local_peers(double timeout_s, std::vector<int> ranks) {
       if (l->present()) break;
       if (is_lost || now_s() > deadline)
         throw Error(is_lost ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
-                    "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(l->peer()) +
-                        " on this host " + (is_lost ? "ended" : "did not answer") +
-                        " while the shared memory was being set up. Check the output of that rank.", l->peer());
+                    "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(l->peer()) + " on this host " +
+                        (is_lost ? "ended" : "did not answer") +
+                        " while the shared memory was being set up. Check the output of that rank.",
+                    l->peer());
       pollfd p{l->socket(), POLLIN, 0};
       ::poll(&p, 1, 50);
     }
@@ -94,7 +95,8 @@ void Engine::receive_links() {
 
 void Engine::drop_descriptors_before(uint64_t id, uint64_t generation) {
   std::lock_guard lock(received_mu_);
-  std::erase_if(received_, [&](const ReceivedDescriptor& p) { return p.message.id == id && p.message.extra < generation; });
+  std::erase_if(received_,
+                [&](const ReceivedDescriptor& p) { return p.message.id == id && p.message.extra < generation; });
 }
 
 bool Engine::try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, Fd& fd) {

@@ -28,7 +28,7 @@ class Operation {
   const Fiber& fiber() const { return fiber_; }
   std::string describe() const { return describe_(); }
   double age_s() const { return now_s() - submitted_s_; }
-  double next_warning_s = 0;  // driver only
+  double next_warning_s = 0;   // driver only
   bool in_background = false;  // no caller is about to wait for it; set before it is submitted
 
   // Any thread.

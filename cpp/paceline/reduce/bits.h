@@ -48,8 +48,8 @@ struct Sizes {
 // `scale` the value of a sign, so the brackets contain the error of that vote. A momentum replaces the values, and is
 // updated in the same pass. Values and results that are not finite count as 0,
 // as do subnormal results.
-Sizes pack_corrected(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype,
-                     double scale, const Coin& coin, uint64_t* bits);
+Sizes pack_corrected(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype, double scale,
+                     const Coin& coin, uint64_t* bits);
 
 // A bit is 1 where more than half of the rows have a 1; where exactly half of them do, it is the coin's.
 void majority(const uint64_t* const* rows, size_t num_rows, size_t words, const Coin& coin, uint64_t* bits);

@@ -47,8 +47,7 @@ inline void coin_words(const Coin& coin, size_t word, size_t count, uint64_t* bi
   const uint64_t index = coin.first + kSignsInWord * word, at = index / 64;
   const unsigned shift = index % 64;
   for (size_t i = 0; i <= count; ++i) hashes[i] = coin_hash(coin.key, at + i);
-  for (size_t i = 0; i < count; ++i)
-    bits[i] = (hashes[i] >> shift | hashes[i + 1] << 1 << (63 - shift)) ^ coin.flip;
+  for (size_t i = 0; i < count; ++i) bits[i] = (hashes[i] >> shift | hashes[i + 1] << 1 << (63 - shift)) ^ coin.flip;
 }
 
 constexpr size_t kStreams = 4, kStreamWords = 72;
@@ -200,8 +199,7 @@ void unpack_patterns(const uint64_t* bits, size_t count, Bits plus, Bits* values
   constexpr int kTop = 8 * sizeof(Bits) - 1;
   for (size_t at = word * 64; at < count; at += 64, ++word) {
     const size_t n = std::min<size_t>(64, count - at);
-    for (size_t i = 0; i < n; ++i)
-      values[at + i] = Bits(plus ^ Bits(Bits(~bits[word] >> i & 1) << kTop));
+    for (size_t i = 0; i < n; ++i) values[at + i] = Bits(plus ^ Bits(Bits(~bits[word] >> i & 1) << kTop));
   }
 }
 
@@ -222,8 +220,7 @@ void unpack_any(const uint64_t* bits, size_t count, DType dtype, double scale, v
       return unpack_patterns(bits, count, pattern_of<Half, uint16_t>(scale), static_cast<uint16_t*>(values));
     case DType::bfloat16:
       return unpack_patterns(bits, count, pattern_of<BFloat, uint16_t>(scale), static_cast<uint16_t*>(values));
-    default:
-      return unpack_patterns(bits, count, pattern_of<float, uint32_t>(scale), static_cast<uint32_t*>(values));
+    default: return unpack_patterns(bits, count, pattern_of<float, uint32_t>(scale), static_cast<uint32_t*>(values));
   }
 }
 

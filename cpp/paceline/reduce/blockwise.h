@@ -19,7 +19,9 @@ namespace {
 
 constexpr size_t kBlock = 2048;  // elements
 
-struct Bool { uint8_t byte; };
+struct Bool {
+  uint8_t byte;
+};
 
 // Stored<T> says what a T is accumulated in and how it gets there and back.
 template <class T>
@@ -79,8 +81,8 @@ A fold(A a, A b) {
 }
 
 template <class T, ReduceOp op>
-void reduce_blocks(size_t divisor, const void* const* sources, size_t num_sources,
-                   void* const* destinations, size_t num_destinations, size_t count) {
+void reduce_blocks(size_t divisor, const void* const* sources, size_t num_sources, void* const* destinations,
+                   size_t num_destinations, size_t count) {
   using S = Stored<T>;
   using A = typename S::Acc;
   constexpr bool is_bool = std::is_same_v<T, Bool>;
@@ -104,8 +106,7 @@ void reduce_blocks(size_t divisor, const void* const* sources, size_t num_source
 }
 
 template <class T>
-void reduce_typed(const Reduction& what, const void* const* s, size_t ns, void* const* d, size_t nd,
-                  size_t count) {
+void reduce_typed(const Reduction& what, const void* const* s, size_t ns, void* const* d, size_t nd, size_t count) {
   size_t div = what.divisor;
   switch (what.op) {
     case ReduceOp::min: return reduce_blocks<T, ReduceOp::min>(div, s, ns, d, nd, count);
@@ -118,8 +119,7 @@ void reduce_typed(const Reduction& what, const void* const* s, size_t ns, void* 
   }
 }
 
-void reduce_any(const Reduction& what, const void* const* s, size_t ns, void* const* d, size_t nd,
-                size_t count) {
+void reduce_any(const Reduction& what, const void* const* s, size_t ns, void* const* d, size_t nd, size_t count) {
   switch (what.dtype) {
     case DType::float32: return reduce_typed<float>(what, s, ns, d, nd, count);
     case DType::float64: return reduce_typed<double>(what, s, ns, d, nd, count);

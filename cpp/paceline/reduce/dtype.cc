@@ -6,10 +6,9 @@ struct Info {
   uint8_t size;
   const char* name;
 };
-constexpr Info kInfo[] = {{4, "float32"}, {8, "float64"}, {2, "float16"}, {2, "bfloat16"},
-                          {1, "int8"},    {2, "int16"},   {4, "int32"},   {8, "int64"},
-                          {1, "uint8"},   {2, "uint16"},  {4, "uint32"},  {8, "uint64"},
-                          {1, "bool"}};
+constexpr Info kInfo[] = {{4, "float32"}, {8, "float64"}, {2, "float16"}, {2, "bfloat16"}, {1, "int8"},
+                          {2, "int16"},   {4, "int32"},   {8, "int64"},   {1, "uint8"},    {2, "uint16"},
+                          {4, "uint32"},  {8, "uint64"},  {1, "bool"}};
 static_assert(sizeof kInfo / sizeof kInfo[0] == size_t(DType::count_));
 constexpr const char* kOps[] = {"sum", "mean", "min", "max", "product", "band", "bor", "bxor"};
 static_assert(sizeof kOps / sizeof kOps[0] == size_t(ReduceOp::count_));

@@ -6,7 +6,19 @@
 namespace paceline {
 
 enum class DType : uint8_t {
-  float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, uint16, uint32, uint64, boolean,
+  float32,
+  float64,
+  float16,
+  bfloat16,
+  int8,
+  int16,
+  int32,
+  int64,
+  uint8,
+  uint16,
+  uint32,
+  uint64,
+  boolean,
   count_
 };
 

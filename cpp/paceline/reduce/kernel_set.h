@@ -7,8 +7,8 @@ namespace paceline {
 
 struct KernelSet {
   const char* name;
-  void (*reduce)(const Reduction&, const void* const* sources, size_t num_sources,
-                 void* const* destinations, size_t num_destinations, size_t count, bool streaming);
+  void (*reduce)(const Reduction&, const void* const* sources, size_t num_sources, void* const* destinations,
+                 size_t num_destinations, size_t count, bool streaming);
   void (*copy)(void* to, const void* from, size_t bytes, bool streaming);
   void (*round_stochastic)(const float* from, void* to, size_t count, DType dtype, uint64_t seed, uint64_t first);
   void (*pack_signs)(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits);

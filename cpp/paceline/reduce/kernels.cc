@@ -30,10 +30,9 @@ Coin make_coin(uint64_t seed, uint64_t step, uint64_t first) {
   return {scatter(scatter(seed) + step / 2), step % 2 ? ~uint64_t(0) : 0, first};
 }
 
-void reduce(const Reduction& what, const void* const* sources, size_t num_sources,
-            void* const* destinations, size_t num_destinations, size_t count, bool streaming) {
-  if (count)
-    chosen->reduce(what, sources, num_sources, destinations, num_destinations, count, streaming);
+void reduce(const Reduction& what, const void* const* sources, size_t num_sources, void* const* destinations,
+            size_t num_destinations, size_t count, bool streaming) {
+  if (count) chosen->reduce(what, sources, num_sources, destinations, num_destinations, count, streaming);
 }
 
 void copy(void* to, const void* from, size_t bytes, bool streaming) {
@@ -60,8 +59,8 @@ void pack_tracked(const void* values, const Momentum& momentum, size_t count, DT
   chosen->pack_tracked(values, momentum, count, dtype, coin, bits);
 }
 
-Sizes pack_corrected(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype,
-                     double scale, const Coin& coin, uint64_t* bits) {
+Sizes pack_corrected(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype, double scale,
+                     const Coin& coin, uint64_t* bits) {
   return chosen->pack_corrected(values, momentum, voted, count, dtype, scale, coin, bits);
 }
 

@@ -22,8 +22,8 @@ constexpr size_t kStreamingBytes = 32u << 20;
 // destinations[j][i] = fold(sources[0][i], sources[1][i], ...) for all i < count.
 // A destination may be the same memory as a source (not overlap it in part). `streaming` writes past
 // the cache: for results larger than the cache, which are not read at once.
-void reduce(const Reduction& what, const void* const* sources, size_t num_sources,
-            void* const* destinations, size_t num_destinations, size_t count, bool streaming);
+void reduce(const Reduction& what, const void* const* sources, size_t num_sources, void* const* destinations,
+            size_t num_destinations, size_t count, bool streaming);
 
 // memcpy that can write past the cache.
 void copy(void* to, const void* from, size_t bytes, bool streaming);

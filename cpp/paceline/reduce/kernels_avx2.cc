@@ -11,7 +11,7 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kLine = 16;       // floats in a cache line
+constexpr size_t kLine = 16;           // floats in a cache line
 constexpr size_t kAhead = 16 * kLine;  // prefetch distance in floats
 
 inline void store_line(float* to, __m256 lo, __m256 hi, bool streaming) {
@@ -24,14 +24,12 @@ inline void store_line(float* to, __m256 lo, __m256 hi, bool streaming) {
   }
 }
 
-inline void prefetch(const float* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0);
-}
+inline void prefetch(const float* p) { _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0); }
 
 // N > 0: number of sources known at compile time; 0: taken from num_sources.
 template <size_t N, bool streaming, bool divide>
-void sum_lines(const float* const* src, size_t num_sources, float* const* dst, size_t num_dst,
-               size_t lines, __m256 divisor) {
+void sum_lines(const float* const* src, size_t num_sources, float* const* dst, size_t num_dst, size_t lines,
+               __m256 divisor) {
   const size_t n = N ? N : num_sources;
   for (size_t i = 0; i < lines * kLine; i += kLine) {
     prefetch(src[0] + i);
@@ -51,8 +49,7 @@ void sum_lines(const float* const* src, size_t num_sources, float* const* dst, s
 }
 
 template <bool streaming, bool divide>
-void sum_lines_of(const float* const* src, size_t n, float* const* dst, size_t m, size_t lines,
-                  __m256 divisor) {
+void sum_lines_of(const float* const* src, size_t n, float* const* dst, size_t m, size_t lines, __m256 divisor) {
   switch (n) {
     case 2: return sum_lines<2, streaming, divide>(src, n, dst, m, lines, divisor);
     case 4: return sum_lines<4, streaming, divide>(src, n, dst, m, lines, divisor);
@@ -60,8 +57,8 @@ void sum_lines_of(const float* const* src, size_t n, float* const* dst, size_t m
   }
 }
 
-void sum_float32(size_t divisor, const void* const* sources, size_t n, void* const* destinations,
-                 size_t m, size_t count, bool streaming) {
+void sum_float32(size_t divisor, const void* const* sources, size_t n, void* const* destinations, size_t m,
+                 size_t count, bool streaming) {
   auto* src = reinterpret_cast<const float* const*>(sources);
   auto* dst = reinterpret_cast<float* const*>(destinations);
   // Streaming stores need 32-byte alignment of every destination.
@@ -82,12 +79,11 @@ void sum_float32(size_t divisor, const void* const* sources, size_t n, void* con
   }
 }
 
-void reduce_avx2(const Reduction& what, const void* const* sources, size_t num_sources,
-                 void* const* destinations, size_t num_destinations, size_t count, bool streaming) {
+void reduce_avx2(const Reduction& what, const void* const* sources, size_t num_sources, void* const* destinations,
+                 size_t num_destinations, size_t count, bool streaming) {
   bool is_sum = what.op == ReduceOp::sum || what.op == ReduceOp::mean;
   if (what.dtype == DType::float32 && is_sum)
-    return sum_float32(what.divisor, sources, num_sources, destinations, num_destinations, count,
-                       streaming);
+    return sum_float32(what.divisor, sources, num_sources, destinations, num_destinations, count, streaming);
   reduce_any(what, sources, num_sources, destinations, num_destinations, count);
 }
 

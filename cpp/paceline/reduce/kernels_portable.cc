@@ -6,8 +6,8 @@
 namespace paceline {
 namespace {
 
-void reduce_portable(const Reduction& what, const void* const* sources, size_t num_sources,
-                     void* const* destinations, size_t num_destinations, size_t count, bool) {
+void reduce_portable(const Reduction& what, const void* const* sources, size_t num_sources, void* const* destinations,
+                     size_t num_destinations, size_t count, bool) {
   reduce_any(what, sources, num_sources, destinations, num_destinations, count);
 }
 
@@ -39,8 +39,7 @@ Sizes correct_portable(const void* values, const Momentum& momentum, void* voted
 
 }  // namespace
 
-const KernelSet kPortableKernels = {"portable",     reduce_portable, copy_portable,
-                                    round_any,      pack_portable,   track_portable,
-                                    correct_portable, majority_any,    unpack_any};
+const KernelSet kPortableKernels = {"portable",     reduce_portable,  copy_portable, round_any, pack_portable,
+                                    track_portable, correct_portable, majority_any,  unpack_any};
 
 }  // namespace paceline

@@ -90,8 +90,7 @@ std::optional<Location> Arena::locate(const void* p, size_t bytes) const {
   for (auto& [id, pool] : pools_) {
     auto* base = pool.segment.data();
     auto* at = static_cast<const std::byte*>(p);
-    if (at >= base && at < base + pool.segment.bytes() &&
-        bytes <= size_t(base + pool.segment.bytes() - at))
+    if (at >= base && at < base + pool.segment.bytes() && bytes <= size_t(base + pool.segment.bytes() - at))
       return Location{id, uint64_t(at - base)};
   }
   return std::nullopt;

@@ -148,16 +148,10 @@ void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds, int send
       if (!segments_.contains(message.id))
         segments_[message.id] = std::make_shared<Segment>(Segment::map(std::move(fds[0]), message.bytes));
       return;
-    case LinkKind::segment_gone:
-      segments_.erase(message.id);
-      return;
+    case LinkKind::segment_gone: segments_.erase(message.id); return;
     case LinkKind::group:
-    case LinkKind::channel:
-      deliver_(peer_, message, fds.empty() ? Fd() : std::move(fds[0]));
-      return;
-    case LinkKind::goodbye:
-      left_.store(true, std::memory_order_release);
-      return;
+    case LinkKind::channel: deliver_(peer_, message, fds.empty() ? Fd() : std::move(fds[0])); return;
+    case LinkKind::goodbye: left_.store(true, std::memory_order_release); return;
   }
   mark_lost();  // a message that no version of Paceline sends
 }
@@ -168,8 +162,11 @@ bool LocalLink::kill_process(double timeout_s) {
     std::lock_guard lock(mu_);
     if (process_) held = process_.again();
     else if (!lost())
-      throw Error(ErrorKind::usage, "rank " + std::to_string(peer_) + " cannot be killed by this process: the kernel did not"
-                                    " report its pid (another pid namespace?)", peer_);
+      throw Error(ErrorKind::usage,
+                  "rank " + std::to_string(peer_) +
+                      " cannot be killed by this process: the kernel did not"
+                      " report its pid (another pid namespace?)",
+                  peer_);
   }
   return held.end(timeout_s);
 }

@@ -100,8 +100,8 @@ class LocalLink {
   Fd doorbell_;
   std::atomic<bool> present_{false}, lost_{false}, left_{false};
   std::atomic<int> pid_{-1};
-  uint64_t last_beat_ = 0;                // driver only
-  double beat_s_ = 0, sampled_s_ = 0;     // driver only
+  uint64_t last_beat_ = 0;             // driver only
+  double beat_s_ = 0, sampled_s_ = 0;  // driver only
 };
 
 }  // namespace paceline

@@ -9,10 +9,15 @@
 
 namespace paceline {
 
-Port::Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce,
-           OnAbort on_abort, std::atomic<uint64_t>* sent)
-    : peer_(peer), channel_(std::move(channel)), generation_(generation),
-      on_announce_(std::move(on_announce)), on_abort_(std::move(on_abort)), sent_(sent), heard_s_(now_s()) {}
+Port::Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce, OnAbort on_abort,
+           std::atomic<uint64_t>* sent)
+    : peer_(peer),
+      channel_(std::move(channel)),
+      generation_(generation),
+      on_announce_(std::move(on_announce)),
+      on_abort_(std::move(on_abort)),
+      sent_(sent),
+      heard_s_(now_s()) {}
 
 void Port::send(Message* m) {
   m->peer = peer_;
@@ -131,8 +136,7 @@ bool Port::flush() {
     if (out_at_ == out_total_ && !next_frame()) return moved;
     iovec parts[2];
     int n = 0;
-    if (out_at_ < kFrameHeaderBytes)
-      parts[n++] = {out_header_.data() + out_at_, kFrameHeaderBytes - out_at_};
+    if (out_at_ < kFrameHeaderBytes) parts[n++] = {out_header_.data() + out_at_, kFrameHeaderBytes - out_at_};
     size_t payload_at = out_at_ > kFrameHeaderBytes ? out_at_ - kFrameHeaderBytes : 0;
     if (payload_at < out_payload_bytes_)
       parts[n++] = {const_cast<std::byte*>(out_payload_) + payload_at, out_payload_bytes_ - payload_at};
@@ -167,9 +171,10 @@ bool Port::pump_in() {
         if (in_header_.generation != generation_ || in_header_.sequence != in_sequence_)
           throw Error(ErrorKind::bad_frame,
                       "bad frame from rank " + std::to_string(peer_) + ": generation " +
-                          std::to_string(in_header_.generation) + " frame " +
-                          std::to_string(in_header_.sequence) + ", expected generation " +
-                          std::to_string(generation_) + " frame " + std::to_string(in_sequence_), peer_);
+                          std::to_string(in_header_.generation) + " frame " + std::to_string(in_header_.sequence) +
+                          ", expected generation " + std::to_string(generation_) + " frame " +
+                          std::to_string(in_sequence_),
+                      peer_);
       }
       if (!begin_payload()) return moved;  // not expected yet: leave it in the channel
       in_sequence_++;
@@ -209,11 +214,12 @@ bool Port::begin_payload() {
   if (!m || (m->tag != h.tag && !m->any_tag) || m->bytes != h.total_bytes || m->moved != h.offset)
     throw Error(ErrorKind::bad_frame,
                 "bad frame from rank " + std::to_string(peer_) + ": a piece at " + std::to_string(h.offset) +
-                    " of a message of " + std::to_string(h.total_bytes) + " bytes with tag " +
-                    std::to_string(h.tag) + ", expected " +
-                    (m ? "offset " + std::to_string(m->moved) + " of " + std::to_string(m->bytes) +
-                             " bytes with tag " + std::to_string(m->tag)
-                       : std::string("none")), peer_);
+                    " of a message of " + std::to_string(h.total_bytes) + " bytes with tag " + std::to_string(h.tag) +
+                    ", expected " +
+                    (m ? "offset " + std::to_string(m->moved) + " of " + std::to_string(m->bytes) + " bytes with tag " +
+                             std::to_string(m->tag)
+                       : std::string("none")),
+                peer_);
   in_message_ = m;
   in_target_ = m->data + h.offset;
   return true;
@@ -224,9 +230,10 @@ void Port::end_payload() {
   if (channel_->needs_checksum()) {
     uint32_t crc = crc32c(0, in_target_, h.payload_bytes);
     if (crc != h.payload_crc)
-      throw Error(ErrorKind::bad_frame, "bad frame from rank " + std::to_string(peer_) +
-                                            ": payload checksum " + std::to_string(crc) + ", expected " +
-                                            std::to_string(h.payload_crc), peer_);
+      throw Error(ErrorKind::bad_frame,
+                  "bad frame from rank " + std::to_string(peer_) + ": payload checksum " + std::to_string(crc) +
+                      ", expected " + std::to_string(h.payload_crc),
+                  peer_);
   }
   if (!in_message_) return accept_control();
   Message* m = in_message_;
@@ -243,9 +250,10 @@ void Port::accept_control() {
   switch (h.kind) {
     case FrameKind::announce:
       if (h.payload_bytes != 0 && h.payload_bytes != h.total_bytes)
-        throw Error(ErrorKind::bad_frame, "bad frame from rank " + std::to_string(peer_) + ": an announcement of " +
-                                              std::to_string(h.total_bytes) + " bytes with " +
-                                              std::to_string(h.payload_bytes) + " of them", peer_);
+        throw Error(ErrorKind::bad_frame,
+                    "bad frame from rank " + std::to_string(peer_) + ": an announcement of " +
+                        std::to_string(h.total_bytes) + " bytes with " + std::to_string(h.payload_bytes) + " of them",
+                    peer_);
       return on_announce_(*this, h, std::move(in_text_));
     case FrameKind::grant: {
       auto it = announced_.find(h.message);
@@ -263,10 +271,8 @@ void Port::accept_control() {
       sending_.push_back(m);
       return;
     }
-    case FrameKind::abort:
-      return on_abort_(h, in_text_);
-    default:
-      return;  // a heartbeat: receiving it is enough
+    case FrameKind::abort: return on_abort_(h, in_text_);
+    default: return;  // a heartbeat: receiving it is enough
   }
 }
 

@@ -25,8 +25,8 @@ struct Message {
   uint64_t bytes = 0;
   uint64_t tag = 0;
   bool any_tag = false;  // receives the next message, if it has this size
-  int peer = -1;        // global rank, for error messages
-  uint64_t moved = 0;   // bytes that have left or arrived
+  int peer = -1;         // global rank, for error messages
+  uint64_t moved = 0;    // bytes that have left or arrived
   bool done = false;
 };
 
@@ -36,12 +36,12 @@ class Port {
   using OnAbort = std::function<void(const FrameHeader&, std::string text)>;
 
   // `sent` counts the payload that goes out, of messages only; it outlives the port.
-  Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce,
-       OnAbort on_abort, std::atomic<uint64_t>* sent = nullptr);
+  Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce, OnAbort on_abort,
+       std::atomic<uint64_t>* sent = nullptr);
 
   void send(Message* message);
   void receive(Message* message);
-  void announce(Message* message, uint64_t detail);      // detail: what both ends must agree on (dtype)
+  void announce(Message* message, uint64_t detail);  // detail: what both ends must agree on (dtype)
   void grant(const FrameHeader& announced, const std::string& eager_data, Message* message);
   void abort(uint64_t kind, int rank, const std::string& text);
   void heartbeat();
@@ -54,7 +54,7 @@ class Port {
   void before_sleep() { channel_->wake_at(in_payload_ ? in_header_.payload_bytes - in_at_ : 1); }
   // Whether the rest of a payload is still on the wire.
   bool awaits_rest() const { return in_payload_ && channel_->needs_checksum(); }
-  bool flush();  // the outgoing half of it
+  bool flush();                                                               // the outgoing half of it
   bool flushed() const { return control_.empty() && out_at_ == out_total_; }  // no control frame left to send
 
   int peer() const { return peer_; }
@@ -90,17 +90,17 @@ class Port {
 
   // Outgoing: control frames overtake data between frames.
   std::deque<Control> control_;
-  std::deque<Message*> sending_;              // front is being cut into frames
-  std::map<uint64_t, Message*> announced_;    // by message number, waiting for a grant
-  std::map<Message*, uint64_t> number_of_;    // granted messages in sending_
+  std::deque<Message*> sending_;            // front is being cut into frames
+  std::map<uint64_t, Message*> announced_;  // by message number, waiting for a grant
+  std::map<Message*, uint64_t> number_of_;  // granted messages in sending_
   uint64_t next_number_ = 1;
-  int eager_ = 0;                             // eager messages that the peer has not matched yet
+  int eager_ = 0;  // eager messages that the peer has not matched yet
   uint32_t out_sequence_ = 0;
   std::array<std::byte, kFrameHeaderBytes> out_header_;
   std::string out_text_;
   const std::byte* out_payload_ = nullptr;
   uint32_t out_payload_bytes_ = 0;
-  size_t out_at_ = 0, out_total_ = 0;         // position in header + payload; equal: no frame under way
+  size_t out_at_ = 0, out_total_ = 0;  // position in header + payload; equal: no frame under way
   Message* out_message_ = nullptr;
 
   // Incoming.

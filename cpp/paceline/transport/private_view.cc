@@ -37,7 +37,8 @@ bool PrivateView::changed() const {
     size_t wanted = std::min(end - first, std::size(entries)) * sizeof(uint64_t);
     ssize_t n = pread(pagemap_.get(), entries, wanted, off_t(first * sizeof(uint64_t)));
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) throw Error(ErrorKind::shared_memory, std::string("cannot read /proc/self/pagemap: ") + strerror(errno));
+    if (n <= 0)
+      throw Error(ErrorKind::shared_memory, std::string("cannot read /proc/self/pagemap: ") + strerror(errno));
     size_t count = size_t(n) / sizeof(uint64_t);
     for (size_t i = 0; i < count; ++i)
       if ((entries[i] & (kPresent | kSwapped)) && !(entries[i] & kOfFile)) return true;

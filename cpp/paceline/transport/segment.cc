@@ -37,8 +37,8 @@ uint64_t available_bytes() {
 
 [[noreturn]] void fail(const char* what, size_t bytes, int error) {
   throw Error(ErrorKind::shared_memory,
-              std::string("shared memory: cannot ") + what + " a segment of " + megabytes(double(bytes)) +
-                  ": " + strerror(error) + " (" + megabytes(double(available_bytes())) +
+              std::string("shared memory: cannot ") + what + " a segment of " + megabytes(double(bytes)) + ": " +
+                  strerror(error) + " (" + megabytes(double(available_bytes())) +
                   " available). Use smaller tensors or fewer processes, or raise the memory limit.");
 }
 
@@ -58,8 +58,7 @@ Segment::Segment(Fd fd, size_t bytes) : fd_(std::move(fd)), bytes_(bytes) {
 
 Segment Segment::create(const char* name, size_t bytes) {
   // fallocate() would use up the last page of the machine before it fails.
-  if (uint64_t available = available_bytes(); available && bytes > available)
-    fail("reserve", bytes, ENOMEM);
+  if (uint64_t available = available_bytes(); available && bytes > available) fail("reserve", bytes, ENOMEM);
   Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) fail("create", bytes, errno);
   if (ftruncate(fd.get(), off_t(bytes)) != 0) fail("size", bytes, errno);
@@ -74,8 +73,7 @@ Segment Segment::map(Fd fd, size_t bytes) {
   int seals = fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals || size_t(st.st_size) != bytes)
     throw Error(ErrorKind::bad_frame, "shared memory: a peer's segment is not sealed or has " +
-                                          std::to_string(st.st_size) + " bytes, expected " +
-                                          std::to_string(bytes));
+                                          std::to_string(st.st_size) + " bytes, expected " + std::to_string(bytes));
   return Segment(std::move(fd), bytes);
 }
 

@@ -13,8 +13,19 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is lit
 
 // Field offsets; the header checksum stands last and covers everything before it.
 enum : size_t {
-  kMagic = 0, kVersion = 4, kKind = 6, kGeneration = 8, kSequence = 12, kTag = 16, kMessage = 24,
-  kTotal = 32, kOffset = 40, kPayload = 48, kPayloadCrc = 52, kReserved = 56, kHeaderCrc = 60
+  kMagic = 0,
+  kVersion = 4,
+  kKind = 6,
+  kGeneration = 8,
+  kSequence = 12,
+  kTag = 16,
+  kMessage = 24,
+  kTotal = 32,
+  kOffset = 40,
+  kPayload = 48,
+  kPayloadCrc = 52,
+  kReserved = 56,
+  kHeaderCrc = 60
 };
 
 template <class T>
@@ -30,9 +41,8 @@ T take(const std::byte* p, size_t at) {
 }
 
 [[noreturn]] void bad(const char* field, uint64_t found, uint64_t expected) {
-  throw Error(ErrorKind::bad_frame, std::string("bad frame: ") + field + " is " +
-                                        std::to_string(found) + ", expected " +
-                                        std::to_string(expected));
+  throw Error(ErrorKind::bad_frame, std::string("bad frame: ") + field + " is " + std::to_string(found) +
+                                        ", expected " + std::to_string(expected));
 }
 
 }  // namespace
@@ -76,8 +86,7 @@ FrameHeader decode(std::span<const std::byte, kFrameHeaderBytes> in) {
   if (auto v = take<uint32_t>(p, kReserved); v != 0) bad("reserved field", v, 0);
   if (h.payload_bytes > kMaxFramePayload) bad("payload length", h.payload_bytes, kMaxFramePayload);
   if (h.total_bytes > kMaxMessageBytes) bad("message length", h.total_bytes, kMaxMessageBytes);
-  if (h.kind == FrameKind::data &&
-      (h.offset > h.total_bytes || h.payload_bytes > h.total_bytes - h.offset))
+  if (h.kind == FrameKind::data && (h.offset > h.total_bytes || h.payload_bytes > h.total_bytes - h.offset))
     bad("end of piece", h.offset + h.payload_bytes, h.total_bytes);
   return h;
 }

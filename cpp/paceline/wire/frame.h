@@ -25,7 +25,7 @@ struct FrameHeader {
   uint32_t generation = 0;
   uint32_t sequence = 0;  // counts frames on this channel, to detect a replayed or lost frame
   uint64_t tag = 0;
-  uint64_t message = 0;   // which announced message a grant or data frame belongs to
+  uint64_t message = 0;  // which announced message a grant or data frame belongs to
   uint64_t total_bytes = 0;
   uint64_t offset = 0;
   uint32_t payload_bytes = 0;

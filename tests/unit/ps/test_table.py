@@ -172,7 +172,7 @@ def test_a_rule_must_make_sense(rule, reason):
     [
         (
             ShardPiece("w", 0, 0, 200, 100, (100,)),
-            "has 264 elements, but 'w' is said to be 100 of them",
+            "has 264 elements, but 'w' is declared as 100 of them",
         ),
         (
             ShardPiece("w", 0, 0, 0, 10, (3, 3)),

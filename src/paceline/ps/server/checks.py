@@ -68,8 +68,8 @@ def _check_pieces(shard: ShardSpec) -> None:
     for piece in shard.pieces:
         if piece.start < end or piece.start + piece.count > shard.count:
             raise ShapeMismatch(
-                f"shard {shard.label!r} has {shard.count} elements, but {piece.name!r} is said to"
-                f" be {piece.count} of them from {piece.start} on, after others that end at {end}"
+                f"shard {shard.label!r} has {shard.count} elements, but {piece.name!r} is declared"
+                f" as {piece.count} of them from {piece.start} on, after others that end at {end}"
             )
         if math.prod(piece.shape) != piece.count:
             raise ShapeMismatch(

@@ -13,9 +13,8 @@ A script may skip steps (a GradScaler does, at an infinite gradient): its worker
 step again, which restarts the shard. A worker that JOINS takes part at once, also in a step that is
 under way: shards that are averaged already do without it, and it only gets the reply. (If it began
 with the next step, it would begin with a different one on each server, for a step does not begin
-everywhere at once.) A lost worker's slot may also stay VACANT until a replacement repeats the step.
-What of that step counted already is then not counted again: pushes that are in an average, and the
-commit.
+everywhere at once.) A lost worker's slot may also stay VACANT until a replacement repeats the step:
+pushes that are in an average already, and the commit, are then not counted again.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ number of the step that it ends, counted from 1. Updates are applied by
 
 A worker is named by its NUMBER. A lost worker LEAVES, or its slot stays VACANT until a replacement
 JOINS with that number. A replacement continues at its predecessor's clock, and may REPEAT the last
-step that counted: it cannot know which servers its predecessor still reached. A repeated step is
-only answered.
+step that counted (its predecessor may have reached some servers); that step is only answered.
 
 Threads: none; the server's loop calls.
 """
