@@ -12,7 +12,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.state.files import reading
+from paceline.state.files import load as reading
 from support import run_ranks
 
 STEPS, SAVED_AT = 11, 6

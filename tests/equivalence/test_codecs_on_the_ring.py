@@ -19,7 +19,7 @@ from paceline.compress.kernels import Draw
 from paceline.compress.registry import register
 from paceline.data_parallel.distribute import _switchers
 from paceline.pace.compressed import CompressedAllReduce
-from paceline.pace.host_first import HostFirst
+from paceline.pace.hierarchical import HostFirst
 from paceline.runtime.job import current
 from support import run_ranks
 

@@ -14,7 +14,7 @@ from torch import nn
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.data_parallel.distribute import _switchers
-from paceline.pace.server import ServerExchange
+from paceline.pace.parameter_server import ServerExchange
 from support import run_ranks
 
 WORKERS, STEPS = 3, 6

@@ -17,7 +17,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.state.files import reading
+from paceline.state.files import load as reading
 from support import run_ranks
 
 ARCHIVE = Path(__file__).with_name("checkpoints-format-1.tar.xz")

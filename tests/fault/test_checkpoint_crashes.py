@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.state.files import manifest, reading, writing
+from paceline.state.files import load as reading
+from paceline.state.files import manifest
+from paceline.state.files import save as writing
 from support.checkpoints import bits, save
 from support.traced import Call, calls_of, needs_strace, run_injected
 

@@ -23,7 +23,9 @@ from paceline.errors import (
     CheckpointUnsafe,
     CheckpointUnsupported,
 )
-from paceline.state.files import layout, manifest, reading, writing
+from paceline.state.files import layout, manifest
+from paceline.state.files import load as reading
+from paceline.state.files import save as writing
 from support.checkpoints import PARTS, save
 
 

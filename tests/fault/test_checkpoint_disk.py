@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.state.files import files, reading, writing
+from paceline.state.files import durable_files as files
+from paceline.state.files import load as reading
+from paceline.state.files import save as writing
 from support.checkpoints import save
 
 MB = 1 << 20

@@ -17,7 +17,7 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.data_parallel.distribute import _switchers
-from paceline.pace.server import ServerExchange
+from paceline.pace.parameter_server import ServerExchange
 from paceline.runtime.job import current
 from support import tell
 from support.elastic import elastic_job, pause_if_held

@@ -13,7 +13,7 @@ import torch
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.state.files import reading
+from paceline.state.files import load as reading
 from support import run_ranks
 
 

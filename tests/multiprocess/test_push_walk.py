@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import paceline as pl
-from paceline.pace.server import ServerExchange
+from paceline.pace.parameter_server import ServerExchange
 from paceline.ps.server.server import Server
 from paceline.ps.server.table_requests import ServedTable
 from paceline.runtime import server_main as serve

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from paceline.ps.server.clock import Clocks
+from paceline.ps.server.staleness_bound import Clocks
 
 PARTS = 3
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.state.files import manifest, writing
+from paceline.state.files import manifest
+from paceline.state.files import save as writing
 
 PARTS = (
     {"model/weight": torch.arange(6.0).view(2, 3), "model/steps": torch.tensor(7)},

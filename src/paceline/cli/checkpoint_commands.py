@@ -15,7 +15,9 @@ from typing import Any
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.runtime.formatting import data_size
-from paceline.state.files import files, manifest, reading
+from paceline.state.files import durable_files as files
+from paceline.state.files import load as reading
+from paceline.state.files import manifest
 from paceline.state.files.manifest import Manifest
 
 _SHOWN_ITEMS = 8  # of a long list

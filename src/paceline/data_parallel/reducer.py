@@ -8,12 +8,11 @@ The order of buckets is the same on all workers, so it needs no negotiation. A p
 gradient contributes zero. After the last bucket the workers all-reduce the USED-PARAMETER MASK:
 a parameter that no worker used keeps `grad = None` everywhere.
 
-When does a backward pass end? Autograd runs callbacks at the end of the pass in which they were
-queued. With reentrant checkpointing passes nest, and the first parameter may become ready in an
-inner one. So the first gradient of the model's outputs, which arrives in the outermost pass, queues
-the callback; a parameter does so only if the script did not call `model(...)`.
+Autograd runs callbacks at the end of the pass in which they were queued. With reentrant
+checkpointing passes nest, and a parameter may become ready in an inner one. So the first gradient
+of the model's outputs queues the callback; a parameter only if `model(...)` was not called.
 
-Threads: all of this runs on the thread that calls backward(); the engine's own moves the data.
+Threads: all of this runs on the thread that calls backward(); the engine's thread moves data.
 """
 
 from __future__ import annotations

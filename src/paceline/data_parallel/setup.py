@@ -27,10 +27,10 @@ from paceline.data_parallel.update.step import ReplicatedUpdate, ShardedUpdate, 
 from paceline.observe.telemetry.events import LEARNING_RATE, STALENESS
 from paceline.options.table import Options, wire_dtype
 from paceline.pace.allreduce import AllReduce
-from paceline.pace.centre import Centre
+from paceline.pace.center import Centre
 from paceline.pace.compressed import CompressedAllReduce, Journeys
 from paceline.pace.exchange import Exchange, OwnGradients
-from paceline.pace.host_first import HostFirst
+from paceline.pace.hierarchical import HostFirst
 from paceline.pace.method import Method, Setting, make_method
 from paceline.pace.parse import PaceSpec
 from paceline.pace.registry import needs_servers

@@ -251,7 +251,7 @@ class Training:
             raise UsageError("model.subscribe() needs parameter servers: a pace such as async")
         return self.serving.subscribe(after)
 
-    # -- checkpoints (model_state/checkpoint.py) ---------------------------------------------------
+    # -- checkpoints (model_state/model_snapshot.py) -----------------------------------------------
 
     @property
     def is_apart(self) -> bool:

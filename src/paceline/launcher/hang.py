@@ -1,10 +1,10 @@
 """Explains a hang: which process is missing, what the others wait for, and where it is.
 
-Processes report for which ranks they wait (observe/telemetry/waiting.py). These waits are edges of
-a graph. The FIRST CAUSE of a long wait is the process at the end of the edges that waits for no
-other. The launcher names it in one line and asks it for its stacks, once for as long as a process
-waits because of it. If the edges form a cycle, no process is missing: the operations do not match,
-and all processes of the cycle print their stacks.
+Processes report for which ranks they wait (observe/telemetry/wait_reports.py). These waits are
+edges of a graph. The FIRST CAUSE of a long wait is the process at the end of the edges that waits
+for no other. The launcher names it in one line and asks it for its stacks, once for as long as a
+process waits because of it. If the edges form a cycle, no process is missing: the operations do not
+match, and all processes of the cycle print their stacks.
 
 A worker waits for the answer of a server, and the server may wait for another worker. If the server
 reports that, its report replaces the edge from the worker to the server.

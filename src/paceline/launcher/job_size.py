@@ -8,8 +8,8 @@ would only take memory.
 Without --min, --max, --max-servers, --on-loss, --restarts, --replicas and --detach a job ends with
 its first loss. With one of them it is ELASTIC: it continues with other processes. The defaults of
 the other options then change nothing: as many workers as the job was started with, no fewer and no
-more. Servers may become twice as many, because their tables are partitioned for that anyway. With a
-mesh all numbers of workers are whole units (control/membership/state.py).
+more. The number of servers may double: their tables have enough partitions for that. With a mesh
+all numbers of workers are whole units (control/membership/state.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The directory: --log-dir, else PACELINE_LOG_DIR, else runs/<id>; "none" for none
 
     runs/20261117-071204-train-3f2a/      date and time, the script, the job's id
         config.json     every setting and its origin: the command line, the environment ...
-        events.jsonl    everything that happened (observe/telemetry/event_file.py)
+        events.jsonl    everything that happened (observe/telemetry/file_formats.py)
         rank-0.log ...  what each process printed
         tb/             for `tensorboard --logdir runs`
 

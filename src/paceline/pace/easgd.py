@@ -9,7 +9,7 @@ The workers explore on their own and are pulled back; the center variable is eva
 Defaults: beta 0.9, alpha = beta / number of workers (at least 2). EAMSGD is the same with Nesterov
 momentum in the workers' steps, which torch's SGD has: the parameters that the script sees are the
 look-ahead. Without servers the center variable is replicated: every worker computes the same from
-the same mean. With servers it is on the servers (centre.py).
+the same mean. With servers it is on the servers (center.py).
 
 FREE-RUNNING (mode=async, which needs servers): each worker by itself, every T of its own steps. At
 the beginning of such a step it reads c and adds d to it; after the step it subtracts d from x_i:
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.pace.centre import Centre, CentreTable, outer_settings
+from paceline.pace.center import Centre, CentreTable, outer_settings
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Method, Setting
 from paceline.runtime.work import Together, Work

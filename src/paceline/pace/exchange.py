@@ -46,7 +46,7 @@ class ExchangeTraits:
     # All workers call it together. After a loss the workers that are left repeat it.
     is_collective: bool = False
     is_local: bool = False  # nothing is exchanged: every worker steps with its own gradients
-    may_be_local: bool = False  # is_local now, or in later steps
+    may_be_local: bool = False  # local now, or in later steps
     is_weighted: bool = True  # each worker is weighted by the samples of its batch
     hides_nonfinite: bool = False  # NaN and infinity of one worker do not show in the result
     keeps_residual: bool = False  # what a codec leaves out of gradients is sent in a later step

@@ -32,7 +32,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.observe.telemetry.traffic import CodecStats
-from paceline.pace.centre import Centre
+from paceline.pace.center import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
 from paceline.pace.registry import find

@@ -23,7 +23,7 @@ y_i, are treated in one of two ways:
     late=shift     they are kept: y_i <- w + (y_i - x_i)
 
 Without servers every worker has w and D, and computes the same from the same mean. With servers w
-and D are on the servers (centre.py): there torch's SGD makes the same step, of the mean of w - x_i.
+and D are on the servers (center.py): there torch's SGD makes the same step, of the mean of w - x_i.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 
 from paceline.errors import PeerError, UsageError
 from paceline.pace.allreduce import AllReduce
-from paceline.pace.centre import CentreTable, outer_settings
+from paceline.pace.center import CentreTable, outer_settings
 from paceline.pace.compressed import Means
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.pace.method import Method, Setting

@@ -88,7 +88,7 @@ _ELASTIC = (
         "`async`: each worker by itself, without waiting (it needs servers)",
     ),
 )
-_COINS = Option("seed", COUNT, "of the coins", 0)
+_COINS = Option("seed", COUNT, "random seed for breaking ties", 0)
 _DRAWN = Option("seed", COUNT, "of random choices, the same on all workers", 0)
 _STEPS = "the number of local steps"
 _FREE = {"mode": "async"}

@@ -6,8 +6,9 @@
     messages.py, connection.py   what both sides send, and the connection between them
     placement.py, spec.py, packing.py, state_wire.py   shared by both sides
 
-Start with server/table.py and client/remote_table.py. server/clock.py decides the staleness bound.
-For scripts: `Client` and what it returns; the names are looked up when they are first used.
+Start with server/table.py and client/remote_table.py. server/staleness_bound.py decides the
+staleness bound. For scripts: `Client` and what it returns; the names are looked up when they are
+first used.
 """
 
 from __future__ import annotations

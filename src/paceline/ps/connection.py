@@ -291,7 +291,7 @@ class WorkerConnection:
             yield arrival
 
     def reply(self, reply: m.Reply, deliveries: Sequence[torch.Tensor] = ()) -> None:
-        """SendReply a request; the deliveries must not change before they are sent."""
+        """Answer a request; the deliveries must not change before they are sent."""
         self._pair.send_message(reply, reply_tag(reply.seq), reply_tag(reply.seq, is_rest=True))
         for number, tensor in enumerate(deliveries):
             self._pair.send(tensor, delivery_tag(reply.seq, number))

@@ -2,7 +2,7 @@
 
 A codec (compress/) sees what a shard has of each parameter; small pieces, and numbers other than
 float32, stay as they are. A push says which codec reads it. That text comes from another process:
-it is looked up here among the codecs that there are, and the length of a packet is compared with
+it is looked up here among the registered codecs, and the length of a packet is compared with
 what it has to be, before anything is received or read.
 
 AVERAGES go back to the workers through a codec too. Nothing is kept from step to step for it, so

@@ -51,7 +51,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 
 
 class Rule(ServerOptions, frozen=True):
-    """When a push is applied and when a worker may read; see ps/server/clock.py and
+    """When a push is applied and when a worker may read; see ps/server/staleness_bound.py and
     docs/consistency.md.
 
     What a person can choose of it are the fields of `ServerOptions` (options/table.py).
@@ -70,8 +70,8 @@ class Rule(ServerOptions, frozen=True):
         """Whether a worker must ask the servers one after the other.
 
         A bound in versions lets some workers read at a time. If two asked two servers at once, each
-        could be let in by one of them and wait for the other (ps/server/clock.py). For the same
-        reason a step is committed on all servers before any of them is asked again.
+        could be let in by one of them and wait for the other (ps/server/staleness_bound.py). For
+        the same reason a step is committed on all servers before any of them is asked again.
         """
         return self.unit == "version" and self.bound is not None
 

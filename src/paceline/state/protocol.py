@@ -9,7 +9,7 @@ the data, a learning-rate schedule. Its name is the same on all workers.
     resume(change)        continue with other members; unfinished work is repeated afterwards
 
 A State is carried to a peer (transfer.py), or to a file and back
-(data_parallel/model_state/checkpoint.py). The kind of an entry decides how it is carried:
+(data_parallel/model_state/model_snapshot.py). The kind of an entry decides how it is carried:
 
                 sent to a peer   in a checkpoint
     shared      yes              once           the same on all workers

@@ -113,3 +113,22 @@ def test_an_evaluation_is_queued_again_as_a_whole() -> None:
     loader.on_worker_change(WorkerChange((0,), requeues_lost=False, replaced={}))
     queue = cursor.queue
     assert len(queue) == 20 and queue[:2] == [2, 3]
+
+
+def test_samples_of_a_worker_lost_between_two_passes_are_used_in_the_next_one() -> None:
+    loader = LoaderState()
+    cursor = begun(loader)
+    take(cursor, 8)
+    loader.commit()
+    take(cursor, 2)  # the last batches of the pass; their step has not counted yet
+    theirs = [sample for batch in (8, 9) for sample in cursor.part(batch, 1)[0]]
+    loader.end(cursor)
+    loader.on_worker_change(WorkerChange((0,), requeues_lost=True, replaced={}))
+    loader.commit()  # the other worker's samples count
+    resumed = LoaderState()
+    saved = msgspec.json.decode(msgspec.json.encode(loader.state()))
+    resumed.load(saved, None, StateOrigin(is_resumed=True, has_same_world_size=False))
+    for one in (loader, transfer(loader, NEWCOMER), resumed):
+        one.my_passes, one.next_epoch = 1, 1
+        assert begun(one).queue == theirs
+        assert begun(one).queue == []  # once

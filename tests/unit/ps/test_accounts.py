@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
-from paceline.ps.server.worker_clocks import WorkerStatistics
+from paceline.ps.server.worker_statistics import WorkerStatistics
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

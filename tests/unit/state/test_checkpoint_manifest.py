@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointCorrupt, CheckpointError
-from paceline.state.files import manifest, reading
+from paceline.state.files import load as reading
+from paceline.state.files import manifest
 from support.checkpoints import save
 
 ODD = st.one_of(

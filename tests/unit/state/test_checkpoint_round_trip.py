@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from paceline.errors import CheckpointCorrupt, CheckpointUnsafe, UnsupportedTensor, UsageError
-from paceline.state.files import layout, reading
+from paceline.state.files import layout
+from paceline.state.files import load as reading
 from support.checkpoints import PARTS, bits, save
 
 DTYPES = [name for name in layout.DTYPES if hasattr(torch, name)]

@@ -8,7 +8,9 @@ import time
 import pytest
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.files import manifest, reading, writing
+from paceline.state.files import load as reading
+from paceline.state.files import manifest
+from paceline.state.files import save as writing
 from support.checkpoints import PARTS
 
 

@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.files import reading, staging, writing
+from paceline.state.files import load as reading
+from paceline.state.files import save as writing
+from paceline.state.files import staging
 from support.checkpoints import PARTS, save
 
 
@@ -78,7 +80,7 @@ def test_saves_of_living_processes_stay(tmp_path):
     mine = writing.begin(tmp_path, 3, "mine")
     code = f"""
 from pathlib import Path
-from paceline.state.files import writing
+from paceline.state.files import save as writing
 writing.begin(Path({str(tmp_path)!r}), 4, "theirs")
 writing.begin(Path({str(tmp_path)!r}), 3, "mine")
 print("begun", flush=True)

@@ -1,8 +1,9 @@
 """Serves operators: the launcher, and commands such as `paceline scale` and `paceline top`.
 
-An operator is authenticated like a member, but is none: it has no rank, and its end is not a loss.
-The launcher is the one operator whose reports about processes count: whether it sees a process
-stopped or running decides between a starved member and a lost one, until its connection ends.
+An operator is authenticated like a member, but is not one: it has no rank, and its exit is no
+loss. The launcher is the one operator whose reports about processes count: whether it sees a
+process stopped or running decides between a starved member and a lost one, until its connection
+ends.
 
 Threads: everything runs in the coordinator's loop.
 """

@@ -187,6 +187,9 @@ class Cursor:
         """Return by rank the units that were handed out and have not counted."""
         return {}
 
+    def requeue(self, units: list[Any]) -> None:
+        """Use units again that lost workers had received at the end of the pass before."""
+
     # -- what remains, by subclass ------------------------------------------------------------
 
     def _all_remaining(self) -> Any:

@@ -102,6 +102,11 @@ class IndexCursor(Cursor):
         parts = {rank: self._uncommitted_of([rank]) for rank in sorted(ranks)}
         return {rank: units for rank, units in parts.items() if units}
 
+    def requeue(self, units: list[Any]) -> None:
+        """Use units again that lost workers had received at the end of the pass before."""
+        self.queue += units
+        self.version += bool(units)
+
     def _uncommitted_of(self, ranks: Collection[int]) -> list[Any]:
         units = [unit for rank in ranks for unit in self.carried.pop(rank, ())]
         for batch in range(self.committed, self.taken):

@@ -84,6 +84,7 @@ class LoaderState:
     pending: dict[int, PendingState] = field(default_factory=dict)  # passes not entered yet
     prior: PriorPasses = field(default_factory=PriorPasses)
     carried: dict[int, list[Any]] = field(default_factory=dict)  # see Cursor.carried
+    requeued: list[Any] = field(default_factory=list)  # of lost workers, for the next pass
     first_epoch: int | None = None  # of the first pass
     seed: int | None = None  # the default
     ended: Cursor | None = None  # of the pass that just ended, until it is reported
@@ -157,6 +158,8 @@ class LoaderState:
             pending.load_into(cursor)
         else:
             cursor.carried, self.carried = self.carried, {}
+            cursor.requeue(self.requeued)
+            self.requeued = []
         self.open[cursor.index] = cursor
 
     def end(self, cursor: Cursor) -> None:
@@ -176,6 +179,10 @@ class LoaderState:
 
     def on_worker_change(self, change: WorkerChange) -> None:
         """Continue with other workers."""
+        # Between two passes no cursor is open to use again what lost workers had received.
+        if change.requeues_lost:
+            for rank in [rank for rank in self.carried if rank not in change.after]:
+                self.requeued += self.carried.pop(rank)
         for cursor in self.open.values():
             if not cursor.is_abandoned:
                 cursor.on_worker_change(change)
@@ -216,6 +223,7 @@ class LoaderState:
             "first_epoch": self.first_epoch,
             "seed": None if self.seed is None else str(self.seed),
             "ended": self.last,
+            **({"requeued": to_plain_parts({0: self.requeued})} if self.requeued else {}),
             "open": [
                 *([index, dict(pending.state)] for index, pending in saved.items()),
                 *([index, cursor.state()] for index, cursor in self.open.items()),
@@ -232,6 +240,7 @@ class LoaderState:
             "answers": self.answers,
             "open": [[index, cursor.live()] for index, cursor in self.open.items()],
             "carried": to_plain_parts(self.carried),
+            "requeued": to_plain_parts({0: self.requeued}),
         }
 
     def load(self, state: Plain, live: Plain | None, origin: StateOrigin) -> None:
@@ -244,9 +253,11 @@ class LoaderState:
             counts = state["passes"], state["next_epoch"], state["first_epoch"]
             self.prior = PriorPasses(*counts, is_resumed=True)
             self.pending = {index: PendingState(one, None, origin) for index, one in states.items()}
+            self.requeued = from_plain_parts(state.get("requeued", [[0, []]]))[0]
             return
         self.passes, self.answers = live["passes"], live["answers"]
         self.carried = from_plain_parts(live["carried"])
+        self.requeued = from_plain_parts(live["requeued"])[0]
         theirs = {index: (states[index], under_way) for index, under_way in live["open"]}
         for index, mine in self.open.items():
             mine.is_abandoned = index not in theirs

@@ -36,13 +36,13 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.data_parallel.amp.grad_scaler import Skipping, bind
 from paceline.data_parallel.hooks import attach
-from paceline.data_parallel.model_state.checkpoint import (
+from paceline.data_parallel.model_state.elastic_state import group_settings, set_group_settings
+from paceline.data_parallel.model_state.model_snapshot import (
     ModelLoader,
     ModelSnapshot,
     SavedModel,
     take_snapshot,
 )
-from paceline.data_parallel.model_state.elastic_state import group_settings, set_group_settings
 from paceline.data_parallel.pace_switch.choice import PhaseOptions
 from paceline.data_parallel.pace_switch.handover import (
     GatheredState,

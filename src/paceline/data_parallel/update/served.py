@@ -28,7 +28,7 @@ from paceline.data_parallel.bucket import Bucket, ParamSlot
 from paceline.data_parallel.update.step import Step, Update, stepping_on
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.observe.telemetry.trace import tracer
-from paceline.pace.server import ServerExchange
+from paceline.pace.parameter_server import ServerExchange
 from paceline.ps import messages as m
 from paceline.ps.spec import Rule
 from paceline.runtime.work import Work

@@ -30,8 +30,8 @@ from paceline.data_parallel.update.served import ServedUpdate, settings_of
 from paceline.data_parallel.update.served_variants import LayerwiseUpdate, LocalOptimizer
 from paceline.errors import UsageError
 from paceline.options.table import Options
+from paceline.pace.parameter_server import ServerExchange
 from paceline.pace.parse import PaceSpec
-from paceline.pace.server import ServerExchange
 from paceline.ps.client.items import Item, ItemParam
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.client.subscription import Subscription

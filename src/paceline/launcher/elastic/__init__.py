@@ -2,7 +2,7 @@
 
     job.py                  the job: starts and watches processes, follows the coordinator
     loss_policy.py          what the exit of a process means, and what follows
-    newcomers.py            starts processes for open slots
+    replacements.py         starts processes for open slots
     coordinator_process.py  the coordinator: its process, restarted in place, and requests to it
     event_log.py            every event as a line, and the closing summary
 

@@ -31,7 +31,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.elastic.coordinator_process import CoordinatorProcess, policy_of
 from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
 from paceline.launcher.elastic.loss_policy import LossPolicy
-from paceline.launcher.elastic.newcomers import Newcomers, Slot
+from paceline.launcher.elastic.replacements import Newcomers, Slot
 from paceline.launcher.environment import SERVER_PATIENCE_S
 from paceline.launcher.job import LocalJob
 from paceline.launcher.job_registry import FoundJob, ProcessRecord, record_process

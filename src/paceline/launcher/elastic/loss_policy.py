@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.control.messages import LossKind
-from paceline.launcher.elastic.newcomers import MAX_FAILED_STARTS
+from paceline.launcher.elastic.replacements import MAX_FAILED_STARTS
 from paceline.launcher.processes.process import UNKNOWN, ExitStatus, RankProcess
 from paceline.launcher.processes.table import ProcessResult
 from paceline.runtime.process_names import ProcessName

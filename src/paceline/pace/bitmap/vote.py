@@ -31,7 +31,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.compress.kernels import Draw
 from paceline.compress.sign_bits import SIGNS_IN_WORD, majority, num_words, unpack_signs
-from paceline.pace.centre import Centre
+from paceline.pace.center import Centre
 from paceline.ps.client.items import Item, ItemParam
 from paceline.runtime.work import Work
 

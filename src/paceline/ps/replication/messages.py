@@ -22,8 +22,8 @@ from paceline.observe.telemetry.staleness import TableReport
 from paceline.ps import messages as m
 from paceline.ps.connection import decode
 from paceline.ps.replication import chain as r
-from paceline.ps.server.clock import WorkerClock
-from paceline.ps.server.worker_clocks import StepOutcome
+from paceline.ps.server.staleness_bound import WorkerClock
+from paceline.ps.server.worker_statistics import StepOutcome
 from paceline.ps.spec import Count, TableSpec
 
 Absent: TypeAlias = tuple[int, ...]

@@ -29,8 +29,8 @@ from paceline.ps.server.handlers import host_copy
 from paceline.ps.server.optimizer import StateEntry
 from paceline.ps.server.server import Server
 from paceline.ps.server.table_requests import ParkedRequest, ServedTable
-from paceline.ps.server.worker_clocks import PushedGradient
 from paceline.ps.server.worker_memory import dtype_of
+from paceline.ps.server.worker_statistics import PushedGradient
 from paceline.ps.spec import TableSpec
 
 _PART_BYTES = 2 << 20  # of values; as much again for each tensor of the optimizer's state

@@ -27,7 +27,7 @@ from paceline.ps.server import non_finite
 from paceline.ps.server.optimizer import Settings
 from paceline.ps.server.precision import Scratch
 from paceline.ps.server.shard import Shard
-from paceline.ps.server.worker_clocks import PushedGradient, WorkerRecords
+from paceline.ps.server.worker_statistics import PushedGradient, WorkerRecords
 from paceline.ps.spec import Rule, TableSpec
 
 Outs = Callable[[int], torch.Tensor] | None  # by shard: where a worker wants its values

@@ -35,7 +35,7 @@ from paceline.ps.replication.messages import BackupWorkerState, SynchronousState
 from paceline.ps.server.precision import Scratch
 from paceline.ps.server.shard import Shard
 from paceline.ps.server.synchronous import SynchronousUpdates
-from paceline.ps.server.worker_clocks import PushedGradient, WorkerRecords
+from paceline.ps.server.worker_statistics import PushedGradient, WorkerRecords
 from paceline.ps.spec import TableSpec
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.ps.server.worker_clocks import PushedGradient
+from paceline.ps.server.worker_statistics import PushedGradient
 from paceline.ps.spec import ShardSpec
 
 _SHOWN = 5

@@ -125,7 +125,7 @@ class Shard:
         return self._packet
 
     def elect(self, votes: Sequence[torch.Tensor], step: int) -> torch.Tensor:
-        """Return the majority of signs; the words of their bits travel as float64."""
+        """Return the majority of signs: bits in 64-bit words, which travel with dtype float64."""
         assert self.average is not None
         coin = Draw(self._rule.seed, step, self.spec.first_sign)
         majority([vote.view(torch.int64) for vote in votes], coin, self.average.view(torch.int64))

@@ -28,7 +28,7 @@ from paceline.ps.replication.messages import SynchronousState
 from paceline.ps.server import non_finite
 from paceline.ps.server.precision import Scratch
 from paceline.ps.server.shard import Shard
-from paceline.ps.server.worker_clocks import PushedGradient, WorkerRecords
+from paceline.ps.server.worker_statistics import PushedGradient, WorkerRecords
 from paceline.ps.spec import TableSpec
 
 

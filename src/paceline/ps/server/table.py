@@ -29,12 +29,12 @@ from paceline.ps.replication.messages import TableState
 from paceline.ps.server.asynchronous import AsynchronousUpdates, Outs
 from paceline.ps.server.backup_workers import BackupWorkerUpdates
 from paceline.ps.server.checks import check_table
-from paceline.ps.server.clock import Clocks, Unit
 from paceline.ps.server.optimizer import Settings, StateEntry
 from paceline.ps.server.precision import Scratch
 from paceline.ps.server.shard import Memory, Shard
+from paceline.ps.server.staleness_bound import Clocks, Unit
 from paceline.ps.server.synchronous import SynchronousUpdates
-from paceline.ps.server.worker_clocks import (
+from paceline.ps.server.worker_statistics import (
     PushedGradient,
     StepOutcome,
     WorkerRecords,

@@ -22,8 +22,8 @@ from paceline.ps import messages as m
 from paceline.ps.connection import Landing
 from paceline.ps.server.precision import FLOATING
 from paceline.ps.server.table import Table
-from paceline.ps.server.worker_clocks import StepOutcome
 from paceline.ps.server.worker_memory import Caller, Tensorful, WorkerBuffers
+from paceline.ps.server.worker_statistics import StepOutcome
 
 
 @dataclass

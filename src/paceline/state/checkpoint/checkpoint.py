@@ -4,7 +4,8 @@
     resume    at construction: from the newest complete checkpoint of the directory
     stop      SIGTERM leads to an agreed last step, a save, and exit code 75
 
-contents.py defines what a checkpoint holds, writer.py and state/files/ how it is written.
+contents.py defines what a checkpoint holds, background_writer.py and state/files/ how it is
+written.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import UsageError
 from paceline.runtime.job import current
 from paceline.runtime.preemption import PREEMPTED
+from paceline.state.checkpoint.background_writer import SavePlan, Writer
 from paceline.state.checkpoint.contents import (
     WorkerState,
     departure_state,
@@ -40,8 +42,7 @@ from paceline.state.checkpoint.directory_check import (
 from paceline.state.checkpoint.interval import SaveSchedule
 from paceline.state.checkpoint.log_lines import CheckpointLog
 from paceline.state.checkpoint.quiesce import QuiescePoint, SaveRequest
-from paceline.state.checkpoint.writer import SavePlan, Writer
-from paceline.state.files import reading
+from paceline.state.files import load as reading
 from paceline.state.protocol import Change, Part, State
 
 

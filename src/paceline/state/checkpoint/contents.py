@@ -21,13 +21,13 @@ import torch
 
 from paceline.data.cursor.resumption import data_state, resume_data
 from paceline.data_parallel.distribute import distributed
-from paceline.data_parallel.model_state.checkpoint import ModelSnapshot, SavedModel
+from paceline.data_parallel.model_state.model_snapshot import ModelSnapshot, SavedModel
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.model_parallel.distribute import find_mesh_model, mesh_models
 from paceline.runtime.job import Job
 from paceline.runtime.mesh import Mesh
-from paceline.state.files.reading import LoadedCheckpoint
+from paceline.state.files.load import LoadedCheckpoint
 from paceline.state.protocol import State, UserObject
 from paceline.state.serializer import state_from_json, state_to_json
 
@@ -145,7 +145,7 @@ def _full_state(switcher: PaceSwitcher) -> ModelSnapshot:
     made = find_mesh_model(switcher)
     if made is None:
         return switcher.take_snapshot()
-    from paceline.model_parallel.sharding.checkpoint import full_state
+    from paceline.model_parallel.sharding.full_state import full_state
 
     return full_state(made)
 
@@ -155,7 +155,7 @@ def _mapped(saved: SavedModel, switcher: PaceSwitcher) -> SavedModel:
     made = find_mesh_model(switcher)
     if made is None and "mesh" not in saved.plain:
         return saved
-    from paceline.model_parallel.sharding.checkpoint import to_full_state, to_shard
+    from paceline.model_parallel.sharding.full_state import to_full_state, to_shard
 
     return to_full_state(saved) if made is None else to_shard(saved, made)
 

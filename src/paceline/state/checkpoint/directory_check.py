@@ -13,7 +13,8 @@ from paceline.comm.group import Group
 from paceline.comm.object_collectives import all_gather_object, broadcast_object
 from paceline.errors import CheckpointError, PacelineError, named
 from paceline.runtime.job import Job
-from paceline.state.files import reading, writing
+from paceline.state.files import load as reading
+from paceline.state.files import save as writing
 
 
 def check_directory(root: Path, job: Job, group: Group) -> None:

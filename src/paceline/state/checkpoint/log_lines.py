@@ -14,8 +14,8 @@ from paceline.observe.telemetry.events import Preemptible
 from paceline.runtime.console import say, warn
 from paceline.runtime.formatting import data_size, short_duration
 from paceline.runtime.job import Job
-from paceline.state.checkpoint.writer import SaveOutcome
-from paceline.state.files.reading import LoadedCheckpoint
+from paceline.state.checkpoint.background_writer import SaveOutcome
+from paceline.state.files.load import LoadedCheckpoint
 
 _ALWAYS = 3  # the first saves are always logged; later ones at intervals
 _EVERY_S = 30.0

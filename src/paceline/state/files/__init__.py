@@ -5,7 +5,7 @@
                         part-00001.safetensors
     root/.saving-000000100-NONCE/                a save under way (see `staging`)
 
-`writing` creates checkpoints and removes old ones, `reading` verifies and loads. This package does
-not know what is in a checkpoint, only `content` (plain JSON) and names of tensors. Only `tensors`
-needs torch.
+save.py writes checkpoints to the disk and removes old ones; load.py verifies and loads. This
+package does not know what is in a checkpoint, only `content` (plain JSON) and names of tensors.
+Only tensors.py needs torch.
 """

@@ -22,7 +22,7 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.runtime.config import natural_host_id, process_start
-from paceline.state.files import files
+from paceline.state.files import durable_files as files
 
 INNER = "checkpoint"
 _OUTER = re.compile(r"\.saving-([0-9]{9,18})-[A-Za-z0-9_-]{1,64}", re.ASCII)

@@ -9,7 +9,7 @@ import torch
 
 from paceline.errors import UnsupportedTensor
 from paceline.state.files import layout, manifest
-from paceline.state.files.files import PIECE_BYTES
+from paceline.state.files.durable_files import PIECE_BYTES
 from paceline.state.files.layout import TensorRecord
 
 

@@ -20,7 +20,9 @@ Slot = tuple[int, int]  # ProcessName.slot: whether it is a server's, and the nu
 
 
 class Newcomers:
-    """`reserve` returns the rank for a slot; `start` starts a process."""
+    """Starts processes for open slots, as soon as their predecessors have ended.
+
+    `reserve` returns the rank for a slot; `start` starts a process."""
 
     def __init__(
         self,

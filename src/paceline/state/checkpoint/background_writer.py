@@ -7,8 +7,8 @@ Every worker writes its part; the first worker waits for all parts and publishes
 full disk), the save is abandoned and the previous checkpoint remains valid: training continues, and
 a warning is logged.
 
-Threads: the main thread calls `start` and `wait`; one save runs at a time. The writer thread does
-not have a lower priority: it would hold the interpreter's lock while others run.
+Threads: the main thread calls `start` and `wait`; one save runs at a time. The writer thread
+keeps its normal priority: with a lower one it could lose its core while it holds the GIL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 
 from paceline.errors import CheckpointError, PacelineError
 from paceline.state.checkpoint.contents import WorkerState
-from paceline.state.files import manifest, staging, writing
+from paceline.state.files import manifest, staging
+from paceline.state.files import save as writing
 
 _ALIGNMENT = 64
 

@@ -1,9 +1,9 @@
 """The checkpoint of a sharded model: full tensors, which every other mesh can read.
 
 The processes of one copy of the model assemble what each of them would save
-(data_parallel/model_state/checkpoint.py): a parameter, and the optimizer's state of it, is written
-in full, by one of the processes that hold shards of it. The state of a pace or a codec lies in
-buckets, which differ on other meshes: it is written unchanged, under the process's index in the
+(data_parallel/model_state/model_snapshot.py): a parameter, and the optimizer's state of it, is
+written in full, by one of the processes that hold shards of it. The state of a pace or a codec lies
+in buckets, which differ on other meshes: it is written unchanged, under the process's index in the
 unit, and read only if the shards are the same.
 
     model/layer.weight   optimizer/layer.weight/exp_avg      full
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from paceline.comm.object_collectives import all_gather_object
-from paceline.data_parallel.model_state.checkpoint import ModelSnapshot, SavedModel
+from paceline.data_parallel.model_state.model_snapshot import ModelSnapshot, SavedModel
 from paceline.model_parallel.mesh_model import MeshModel
 from paceline.model_parallel.sharding.gather import Tensors, assemble, to_holders_in_turn
 from paceline.model_parallel.sharding.layout import LocalShard, Slice, SliceSpec

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from paceline.errors import UsageError
-from paceline.ps.server.clock import Clocks
+from paceline.ps.server.staleness_bound import Clocks
 
 picks = st.integers(0, 100)
 

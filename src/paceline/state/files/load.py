@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.errors import CheckpointCorrupt, CheckpointError, UsageError
-from paceline.state.files import files, layout, manifest
+from paceline.state.files import durable_files as files
+from paceline.state.files import layout, manifest
 from paceline.state.files.manifest import Manifest, PartRecord
 
 if TYPE_CHECKING:

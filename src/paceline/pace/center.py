@@ -1,4 +1,4 @@
-"""The center variable of a method on parameter servers, of which workers otherwise keep copies.
+"""The center variable of an averaging method, on parameter servers instead of on each worker.
 
 A method that averages parameters has a center variable w, and moves it by the mean of what the
 workers found. With servers, each bucket has a table of its own there, so that buckets can be moved

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
-from paceline.ps.server.clock import Clocks
 from paceline.ps.server.optimizer import Settings
+from paceline.ps.server.staleness_bound import Clocks
 
 
 @dataclass

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.files import files, layout, manifest, reading
+from paceline.state.files import durable_files as files
+from paceline.state.files import layout, manifest
+from paceline.state.files import load as reading
 from paceline.state.files.manifest import Manifest, PartRecord
 from paceline.state.files.staging import abandon as abandon
 from paceline.state.files.staging import begin as begin
