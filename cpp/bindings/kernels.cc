@@ -1,4 +1,4 @@
-// Kernels without an engine: reductions, rounding, sign bits, checksums. They check their arguments, then release the GIL.
+// Kernels without an engine: copies, rounding, sign bits, checksums. They check their arguments, then release the GIL.
 #include "kernels.h"
 
 #include <nanobind/stl/pair.h>
@@ -19,17 +19,6 @@ namespace paceline {
 namespace {
 
 const char* dtype_name(int dtype) { return name_of(dtype < 0 ? DType::count_ : DType(dtype)); }
-
-void reduce_mean_at(const std::vector<uintptr_t>& inputs, uintptr_t output, size_t count, int dtype) {
-  if (dtype < 0 || !is_floating(DType(dtype)))
-    throw Error(ErrorKind::usage,
-                std::string("reduce_mean: works on floating-point numbers, not on ") + dtype_name(dtype));
-  if (inputs.empty()) throw Error(ErrorKind::usage, "reduce_mean: there are no inputs");
-  nb::gil_scoped_release release;
-  std::vector<const void*> sources;
-  for (uintptr_t input : inputs) sources.push_back(reinterpret_cast<const void*>(input));
-  reduce_mean(sources.data(), sources.size(), reinterpret_cast<void*>(output), count, DType(dtype));
-}
 
 void round_stochastic_at(uintptr_t source, uintptr_t target, size_t count, int dtype, uint64_t seed, uint64_t first) {
   if (dtype != int(DType::float16) && dtype != int(DType::bfloat16))
@@ -108,7 +97,6 @@ void register_kernels(nb::module_& m) {
   m.def("kernel_name", &kernel_name);
   m.def("keep_freed_memory", &keep_freed_memory);
   m.def("use_portable_kernels", &use_portable_kernels, "on"_a);
-  m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
   m.def(
       "copy_past_cache",
       [](uintptr_t source, uintptr_t target, uint64_t bytes) {

@@ -16,6 +16,7 @@
 #include "kernels.h"
 #include "paceline/base/clock.h"
 #include "paceline/collectives/group.h"
+#include "paceline/reduce/kernels.h"
 #include "paceline/transport/private_view.h"
 
 namespace nb = nanobind;
@@ -33,6 +34,18 @@ std::vector<Part> to_parts(const Parts& parts) {
   out.reserve(parts.size());
   for (auto& [address, count] : parts) out.push_back({reinterpret_cast<void*>(address), count});
   return out;
+}
+
+// The mean that a server takes is the one of the collectives: in the order of the inputs.
+void reduce_mean_at(const std::vector<uintptr_t>& inputs, uintptr_t output, size_t count, int dtype) {
+  if (dtype < 0 || !is_floating(DType(dtype)))
+    throw Error(ErrorKind::usage, std::string("reduce_mean: works on floating-point numbers, not on ") +
+                                      name_of(dtype < 0 ? DType::count_ : DType(dtype)));
+  if (inputs.empty()) throw Error(ErrorKind::usage, "reduce_mean: there are no inputs");
+  nb::gil_scoped_release release;
+  std::vector<const void*> sources;
+  for (uintptr_t input : inputs) sources.push_back(reinterpret_cast<const void*>(input));
+  reduce_mean(sources.data(), sources.size(), reinterpret_cast<void*>(output), count, DType(dtype));
 }
 
 // Waits in slices, so that signals are handled. An interrupted operation fails its group, because its memory may be
@@ -282,6 +295,7 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   register_errors();
   register_kernels(m);
+  m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
   register_codecs(m);
   m.attr("DTYPES") = [] {
     nb::list names;

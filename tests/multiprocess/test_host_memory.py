@@ -90,7 +90,7 @@ def test_one_tensor_for_all(num_ranks):
 def test_memory_that_does_not_exist_is_refused():
     def body(group):
         engine = job.current().fabric.engine
-        with pytest.raises(errors.UsageError, match="not lie in engine memory"):
+        with pytest.raises(errors.UsageError, match="not engine memory"):
             engine.locate(torch.zeros(4).data_ptr(), 16)
         with pytest.raises(errors.UsageError, match="no such engine memory"):
             engine.memory_of_peer(1 - group.rank, 12345, 0, 16)

@@ -16,19 +16,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_MODULES = {
+_HOME = {
     "Client": "paceline.ps.client.client",
     "Receipt": "paceline.ps.client.key",
     "Subscription": "paceline.ps.client.subscription",
 }
 
-__all__ = [*_MODULES]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOME:
         raise AttributeError(f"module 'paceline.ps' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.launcher.job_directory import directories
-from paceline.launcher.job_registry import recorded
+from paceline.launcher.job_registry import recorded_processes
 
 
 def state_of(pid: int) -> str:
@@ -70,7 +70,7 @@ def find(who: str, launcher: int, runtime: Path) -> list[int]:
     for directory in directories(runtime):
         known = [
             record.pid
-            for record in recorded(directory)
+            for record in recorded_processes(directory)
             if record.name.role == role and record.number == int(number) and record.is_alive
         ]
         if known:
