@@ -110,9 +110,10 @@ class EngineConfig:
 _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
-    *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR"),
+    *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR", "ENCRYPT"),
 )
 ON_LOSS = ("shrink", "replace")
+_ROLES = ("worker", "server", "data")
 
 
 def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
@@ -122,7 +123,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     """
     environ = os.environ if environ is None else environ
     _refuse_misspelling(environ)
-    role, num_servers = _role(environ), _count(environ, "SERVERS", 0)
+    role, num_servers = _choice(environ, "ROLE", _ROLES), _count(environ, "SERVERS", 0)
     data_workers = _data_workers(environ)
     is_newcomer = _is_set(environ, "JOINS")
     if is_newcomer:
@@ -149,7 +150,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         number=context.local_rank if context and (is_newcomer or role != "worker") else rank,
         is_newcomer=is_newcomer,
         is_elastic=_is_set(environ, "ELASTIC"),
-        on_loss=_on_loss(environ),
+        on_loss=_choice(environ, "ON_LOSS", ON_LOSS),
         num_partitions=_count(environ, "PARTITIONS", num_servers),
         replicas=_count(environ, "REPLICAS", 1),
         mesh=requested_mesh(environ) or "",
@@ -212,49 +213,44 @@ def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
 
 def requested_pace(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the pace in PACELINE_PACE, or None; it overrides the script's."""
-    environ = os.environ if environ is None else environ
-    return environ.get("PACELINE_PACE", "").strip() or None
+    return _text(environ, "PACE")
 
 
 def requested_precision(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the precision in PACELINE_PRECISION, or None; it overrides the script's."""
-    environ = os.environ if environ is None else environ
-    return environ.get("PACELINE_PRECISION", "").strip() or None
+    return _text(environ, "PRECISION")
 
 
 def requested_mesh(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the mesh in PACELINE_MESH, or None; it overrides the script's."""
-    environ = os.environ if environ is None else environ
-    return environ.get("PACELINE_MESH", "").strip() or None
+    return _text(environ, "MESH")
 
 
 def requested_log_dir(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the run directory in PACELINE_LOG_DIR, "none" for none; None: the default."""
-    environ = os.environ if environ is None else environ
-    return environ.get("PACELINE_LOG_DIR", "").strip() or None
+    return _text(environ, "LOG_DIR")
 
 
 def requested_trace(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the steps to trace from PACELINE_TRACE, "20:30", or None."""
-    environ = os.environ if environ is None else environ
-    return environ.get("PACELINE_TRACE", "").strip() or None
+    return _text(environ, "TRACE")
 
 
 def times_steps(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether workers time their steps: PACELINE_TELEMETRY is "on" (default) or "off"."""
-    environ = os.environ if environ is None else environ
-    wanted = environ.get("PACELINE_TELEMETRY") or "on"
-    if wanted not in ("on", "off"):
-        raise ConfigError(f"PACELINE_TELEMETRY={wanted!r}: expected on or off")
-    return wanted == "on"
+    return _choice(os.environ if environ is None else environ, "TELEMETRY") == "on"
 
 
 def uses_template(environ: Mapping[str, str]) -> bool:
     """Return whether processes may be forked from a template: PACELINE_TEMPLATE, "on" or "off"."""
-    wanted = environ.get("PACELINE_TEMPLATE") or "on"
-    if wanted not in ("on", "off"):
-        raise ConfigError(f"PACELINE_TEMPLATE={wanted!r}: expected on or off")
-    return wanted == "on"
+    return _choice(environ, "TEMPLATE") == "on"
+
+
+def encryption(environ: Mapping[str, str] | None = None) -> str:
+    """Return PACELINE_ENCRYPT: "on" (default) encrypts what leaves the machine, "always" also what
+    stays on it, "off" nothing."""
+    environ = os.environ if environ is None else environ
+    return _choice(environ, "ENCRYPT", ("on", "off", "always"))
 
 
 def describe(env: JobEnv) -> str:
@@ -288,13 +284,6 @@ def _refuse_misspelling(environ: Mapping[str, str]) -> None:
                 raise ConfigError(f"unknown variable {name}, did you mean {near[0]}?")
 
 
-def _role(environ: Mapping[str, str]) -> str:
-    role = environ.get("PACELINE_ROLE") or "worker"
-    if role not in ("worker", "server", "data"):
-        raise ConfigError(f"PACELINE_ROLE={role!r} is neither worker nor server nor data")
-    return role
-
-
 def _data_workers(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Parse "2,1": two data workers for the first stage, one for the second."""
     text = environ.get("PACELINE_DATA_WORKERS", "")
@@ -316,18 +305,25 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     return count
 
 
+def _text(environ: Mapping[str, str] | None, name: str) -> str | None:
+    environ = os.environ if environ is None else environ
+    return environ.get(f"PACELINE_{name}", "").strip() or None
+
+
+def _choice(environ: Mapping[str, str], name: str, choices: tuple[str, ...] = ("on", "off")) -> str:
+    """Return the value of PACELINE_<name>; the first choice is the default."""
+    wanted = environ.get(f"PACELINE_{name}") or choices[0]
+    if wanted not in choices:
+        *others, last = choices
+        raise ConfigError(f"PACELINE_{name}={wanted!r}: expected {', '.join(others)} or {last}")
+    return wanted
+
+
 def _is_set(environ: Mapping[str, str], name: str) -> bool:
     text = environ.get(f"PACELINE_{name}", "")
     if text not in ("", "0", "1"):
         raise ConfigError(f"PACELINE_{name}={text!r}: expected 0 or 1")
     return text == "1"
-
-
-def _on_loss(environ: Mapping[str, str]) -> str:
-    policy = environ.get("PACELINE_ON_LOSS") or ON_LOSS[0]
-    if policy not in ON_LOSS:
-        raise ConfigError(f"PACELINE_ON_LOSS={policy!r}: expected one of {', '.join(ON_LOSS)}")
-    return policy
 
 
 def _coordinator(environ: Mapping[str, str]) -> str | None:

@@ -13,6 +13,7 @@ from paceline.errors import ConfigError
 from paceline.runtime.config import (
     EngineConfig,
     describe,
+    encryption,
     job_env,
     process_start,
     requested_mesh,
@@ -156,6 +157,14 @@ def test_bad_values_are_named(environ, variable, value):
         job_env(environ)
     assert variable in str(caught.value)
     assert value in str(caught.value)
+
+
+def test_encryption_is_on_unless_another_choice_is_made():
+    assert [encryption({}), encryption({"PACELINE_ENCRYPT": ""})] == ["on", "on"]
+    for choice in ("on", "off", "always"):
+        assert encryption({"PACELINE_ENCRYPT": choice}) == choice
+    with pytest.raises(ConfigError, match="PACELINE_ENCRYPT='no': expected on, off or always"):
+        encryption({"PACELINE_ENCRYPT": "no"})
 
 
 def test_job_ids_tell_jobs_apart():
