@@ -1,0 +1,1 @@
+"""Several hosts on this machine, for tests: namespaces with a network between them, ssh, Slurm."""
