@@ -25,8 +25,8 @@ JOB = "restarted"
 # Runs the coordinator, and kills it at a chosen point of its n-th write to the journal.
 DYING = """
 import os, signal, sys
-from paceline.control import journal
-from paceline import coordinate
+from paceline.control.coordinator import journal
+from paceline.runtime import coordinator_main
 
 point, left = sys.argv.pop(1), int(sys.argv.pop(1))
 write, sync = journal._write, os.fsync
@@ -52,7 +52,7 @@ def dying_sync(fd):
         die()
 
 journal._write, os.fsync = dying_write, dying_sync
-sys.exit(coordinate.main())
+sys.exit(coordinator_main.main())
 """
 POINTS = ("before", "torn", "written", "synced")
 
@@ -90,6 +90,7 @@ class Coordination:
         )
         self._stack = stack
         self.process: subprocess.Popen | None = None
+        self.died_with: int | None = None  # status of the one that was to kill itself
         stack.callback(self.kill)
 
     def start(self, dies: tuple[str, int] | None = None, room_bytes: int | None = None) -> None:
@@ -122,7 +123,7 @@ class Coordination:
         """Start a healthy one as soon as the present one has died, as the launcher does."""
 
         def watch() -> None:
-            self.process.wait()
+            self.died_with = self.process.wait()
             self.start()
 
         thread = threading.Thread(target=watch)

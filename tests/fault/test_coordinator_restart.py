@@ -228,6 +228,7 @@ def test_killed_at_every_write_of_the_journal(coordination, write, point):
     status = story(job, agents, operator)
     again.join(60)
     assert not again.is_alive(), f"there was no write {write}"
+    assert job.died_with == -signal.SIGKILL, "it ended before that write"
     # No change is announced twice or skipped: 1 all, 2 without one, 3 with another, 4 scaled.
     assert status.generation == 4
     assert {(one.rank, one.number) for one in status.membership.members} == {(0, 0), (3, 1)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections import Counter
 
 import pytest
@@ -39,6 +40,7 @@ def test_portions_are_lent_once_over_restarts(coordination, point):
         if max(found.values()) < 0:
             break
     watch.join()
+    assert coordination.died_with == -signal.SIGKILL, "it ended before that write"
     counts = Counter([*had[0], *had[1]])
     assert sorted(counts) == list(range(portions)) and set(counts.values()) == {1}
     eventually(lambda: agents[0].pool_state("a", 0).done == ((0, portions),))

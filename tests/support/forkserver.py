@@ -37,7 +37,7 @@ _LOADED = (
     "pytest",
     "_pytest.assertion.rewrite",
 )
-_UNUSED = ("paceline.launcher", "paceline.cli", "paceline.report", "paceline.__main__")
+_UNUSED = ("paceline.launcher", "paceline.cli", "paceline.observe.report", "paceline.__main__")
 _libc = ctypes.CDLL(None)
 
 

@@ -2,7 +2,7 @@
 
     partial:0.5           a random half of the workers, drawn from a common seed: no message
     [select=round_robin]  they take turns instead
-    [carry=yes]           what a worker computed and was not counted is added to what it sends next
+    [carry=yes]           what a worker computed and no step counted is added to what it sends next
     [skip_compute=yes]    workers that do not take part compute no gradients either
 
 All workers update, with the mean over those that took part.

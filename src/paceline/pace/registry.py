@@ -180,7 +180,7 @@ _ROWS = {
             Option(
                 "carry",
                 ("no", "yes"),
-                "`yes`: what a worker computed and was not counted is added to what it sends next",
+                "`yes`: what a worker computed and no step counted is added to what it sends next",
             ),
             _DRAWN,
         ),

@@ -8,7 +8,7 @@ script that computes its loss outside the model gets the float32 numbers that it
 A script that has an autocast of its own keeps it. Only `forward` of the instance is replaced;
 copies of the model get the plain one back.
 
-SUPPORT. Can this process multiply matrices of 16-bit numbers? It is support in a child process. A
+SUPPORT. Can this process multiply matrices of 16-bit numbers? That is tried in a child process. A
 virtual machine may report a processor's flags and not allow the instructions: then the matrix
 libraries choose instructions that end the process with SIGILL (seen with oneDNN, bfloat16 and AMX).
 No flag reports that, and a process cannot survive the signal; so a child process multiplies first.
@@ -66,7 +66,7 @@ def find_problem_with_precision(model: nn.Module, precision: str) -> str | None:
 
 def _why_not(precision: str, support: MatmulSupport) -> str:
     return (
-        f"precision={precision}: a product of {_DTYPES[precision]} matrices was support in a child"
+        f"precision={precision}: a product of {_DTYPES[precision]} matrices was tried in a child"
         f" process, and {support.wrong}; this processor or this build of torch cannot do it: use"
         f" precision={'bf16' if precision == 'fp16' else 'fp16'} or fp32"
     )
@@ -82,7 +82,7 @@ def compute_in(model: nn.Module, precision: str) -> str:
     if support.wrong:
         support.remedy()
         notice = (
-            f"precision {precision}: a product was support in a child process, and {support.wrong}:"
+            f"precision {precision}: a product was tried in a child process, and {support.wrong}:"
             f" this machine does not allow instructions that its processor shows. {_said(support)}"
         )
     replace_forward(model, _AutocastForward(model, _DTYPES[precision]))

@@ -54,7 +54,7 @@ def host(server: Server, request: m.Open, maker: Caller) -> ServedTable:
     """Create a table."""
     engine, shared = server.context.engine, request.shared
     if shared and len(shared) != len(request.spec.shards):
-        raise UsageError(f"{len(shared)} shared for {len(request.spec.shards)} shards")
+        raise UsageError(f"{len(shared)} shared tensors for {len(request.spec.shards)} shards")
     _check_workers(server, request)
 
     def memory(shard: int, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -65,7 +65,7 @@ class NewestCheckpoint:
 
 def list_checkpoints(root: Path) -> list[CheckpointEntry]:
     """Inspect every checkpoint in a directory, newest first; none if it does not exist."""
-    with files.disk_errors("inspect into", root):
+    with files.disk_errors("list", root):
         try:
             entries = os.listdir(root)
         except FileNotFoundError:
