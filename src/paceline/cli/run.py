@@ -7,20 +7,19 @@ import logging
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 
 from paceline.cli.detach import detach
+from paceline.errors import ConfigError
 from paceline.launcher.elastic.event_log import stamped
 from paceline.launcher.elastic.job import ElasticJob
-from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.job import LocalJob
 from paceline.launcher.job_registry import new_job_id
 from paceline.launcher.outcome import JobOutcome, state_words
-from paceline.launcher.run_directory import ROOT, begin_record, run_directory
+from paceline.launcher.run_directory import begin_record, run_directory
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display, choose_screen
 from paceline.observe.display.lines import printable
@@ -31,7 +30,6 @@ from paceline.observe.telemetry.events import RunEnded
 from paceline.observe.telemetry.traffic import describe_compression, describe_traffic
 from paceline.runtime.config import inherited_environ
 from paceline.runtime.console import say
-from paceline.runtime.machine import usable_cores
 
 # After Ctrl-C: how long to wait for a stopped terminal or a slow reader.
 _PATIENCE_S = 1.5
@@ -54,6 +52,11 @@ class _DisplayHandler(logging.Handler):
 
 def run(spec: RunSpec) -> int:
     """Run a job and return its exit code; raises PacelineError."""
+    if spec.hosts:
+        raise ConfigError(
+            "--hosts: this version cannot start processes on other hosts yet; --dry-run prints"
+            " where they would run"
+        )
     environ, job_id = inherited_environ(), new_job_id()
     spec = replace(spec, log_dir=run_directory(spec, environ, job_id))
     require_directory(spec.trace_in(environ), spec.log_dir)
@@ -176,57 +179,3 @@ def _close_record(outcome: JobOutcome, recorder: RunRecorder | None) -> list[str
         return []
     ended = RunEnded(outcome.exit_code, round(outcome.wall_s, 3), outcome.closing_line())
     return recorder.close(ended, patience_s=None if outcome.interrupted_by is None else _PATIENCE_S)
-
-
-def dry_run(spec: RunSpec) -> int:
-    """Print the command and the added environment of every process."""
-    where = JobAddresses(
-        job_id="<random>", coordinator="127.0.0.1:<port>", secret_file="<file>", master_port=0
-    )
-    write = sys.stdout.write
-    cores, inherited = usable_cores(), inherited_environ()
-    passed_on: set[str] = set()
-    for process in spec.process_names:
-        environ = process_environ(inherited, spec, process, where, cores=cores)
-        if "MASTER_PORT" in environ:
-            environ["MASTER_PORT"] = spec.env.get("MASTER_PORT", "<port>")
-        passed_on |= environ.keys()
-        added = {k: v for k, v in environ.items() if inherited.get(k) != v}
-        write(f"[{process.label}] {shlex.join(spec.command(process).argv)}\n")
-        for name in sorted(added):
-            write(f"[{process.label}]     {name}={_quoted(added[name])}\n")
-    removed = sorted(set(inherited) - passed_on)
-    if removed:
-        write(f"not passed on: {' '.join(removed)}\n")
-    pace = spec.pace_in(inherited)
-    if pace is not None:
-        write(f"pace: {pace}, which overrides the script's\n")
-    precision = spec.precision_in(inherited)
-    if precision is not None:
-        write(f"precision: {precision}, which overrides the script's\n")
-    trace = spec.trace_in(inherited)
-    if trace is not None:
-        write(f"trace: {trace.text}\n")
-    mesh = spec.mesh_in(inherited)
-    if mesh is not None:
-        write(f"mesh: {mesh}, which overrides the script's\n")
-    directory = run_directory(spec, inherited, "<id>")
-    if directory is not None:
-        name = (
-            str(directory) if directory.parent != ROOT else f"{ROOT}/<date and time>-<script>-<id>"
-        )
-        write(f"logs: {name}/{_log_names(spec)}\n")
-    return 0
-
-
-def _log_names(spec: RunSpec) -> str:
-    words = [f"rank-0.log to rank-{spec.num_workers - 1}.log"]
-    if spec.num_servers:
-        words.append(f"server-0.log to server-{spec.num_servers - 1}.log")
-    if spec.data_workers:
-        words.append(f"data-worker-0.log to data-worker-{sum(spec.data_workers) - 1}.log")
-    return " and ".join(words)
-
-
-def _quoted(value: str) -> str:
-    return value if value.startswith("<") or ":<" in value else shlex.quote(value)

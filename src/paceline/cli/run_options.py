@@ -22,7 +22,8 @@ def run(
             "-n",
             "--workers",
             metavar="N",
-            help="Number of workers; default: the size of the mesh, or 1.",
+            help="Number of workers; default: the size of the mesh, the number of slots of the"
+            " hosts, or 1.",
         ),
     ] = None,
     module: Annotated[
@@ -170,11 +171,68 @@ def run(
             " has imported torch. Also PACELINE_TEMPLATE=off.",
         ),
     ] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            metavar="HOST[:SLOTS],...",
+            help="Run on these hosts, over ssh: a:4,b:4 has room for 4 workers on each. Default: on"
+            " this machine.",
+        ),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--hostfile",
+            metavar="FILE",
+            help="The same from a file, with lines such as `user@host:port slots=4`.",
+        ),
+    ] = None,
+    servers_on: Annotated[
+        str | None,
+        typer.Option(
+            "--servers-on",
+            metavar="HOST,...",
+            help="Hosts of the parameter servers; default: all that have workers.",
+        ),
+    ] = None,
+    sync: Annotated[
+        bool,
+        typer.Option("--sync", help="Copy the working directory to the other hosts first."),
+    ] = False,
+    no_encrypt: Annotated[
+        bool,
+        typer.Option(
+            "--no-encrypt",
+            help="Do not encrypt connections between hosts. Also PACELINE_ENCRYPT=off.",
+        ),
+    ] = False,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            "--python",
+            metavar="PATH",
+            help="Interpreter on the other hosts; default: PYTHON of the environment, or the path"
+            " of this one.",
+        ),
+    ] = None,
+    activate: Annotated[
+        str | None,
+        typer.Option(
+            "--activate",
+            metavar="LINE",
+            help="Line that the shell of each other host runs first, such as"
+            " '. venv/bin/activate'.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, and exit.")
     ] = False,
 ) -> None:
-    from paceline.cli import run as command
+    from paceline.cli.dry_run import dry_run as print_plan
+    from paceline.cli.run import run as run_job
+    from paceline.launcher.hosts.host_list import chosen_hosts, parse_host_names
+    from paceline.launcher.hosts.placement import num_slots
     from paceline.launcher.job_size import parse_data_workers, plan_changes, plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
     from paceline.observe.telemetry.trace import TracedSteps
@@ -182,8 +240,9 @@ def run(
     from paceline.runtime.mesh import Mesh
 
     grid = None if mesh is None else Mesh.parse(mesh)
+    where = chosen_hosts(hosts, hostfile)
     if num_workers is None:
-        num_workers = 1 if grid is None else grid.num_workers
+        num_workers = num_slots(where) or 1 if grid is None else grid.num_workers
     planned = plan_servers(
         servers, num_workers=num_workers, replicas=replicas, threads=server_threads
     )
@@ -216,9 +275,15 @@ def run(
         grace_s=grace_s,
         is_detached=detach,
         has_template=not no_template,
+        hosts=where,
+        servers_on=() if servers_on is None else parse_host_names(servers_on, "--servers-on"),
+        sync=sync,
+        encrypt=not no_encrypt,
+        remote_python=python,
+        activate=activate,
         given=_given(context),
     )
-    raise typer.Exit(command.dry_run(spec) if dry_run else command.run(spec))
+    raise typer.Exit(print_plan(spec) if dry_run else run_job(spec))
 
 
 def _given(context: typer.Context) -> frozenset[str]:

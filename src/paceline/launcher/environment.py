@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.launcher.hosts.placement import HostPlace
 from paceline.launcher.spec import RESERVED, RunSpec
 from paceline.runtime.process_names import ProcessName
 
@@ -47,6 +48,16 @@ class JobAddresses:
     master_port: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostSettings:
+    """What a process of a job on several hosts is given about its host."""
+
+    place: HostPlace
+    address: str  # of its host, which the other hosts reach
+    master_address: str  # of the host of rank 0
+    cores: int  # of its host
+
+
 def without_foreign_ranks(base: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of `base` without the rank variables of any launcher."""
     return {
@@ -64,19 +75,23 @@ def process_variables(
     num_servers: int,
     where: JobAddresses,
     data_workers: Sequence[int] = (),
+    host: HostSettings | None = None,
 ) -> dict[str, str]:
-    """Return the rank, role and addresses of one process of a one-host job."""
+    """Return the rank, role and addresses of one process; `host` None: the job is on one host."""
     n, r = str(num_workers), str(name.number)
+    place = HostPlace(0, 1, name.number, num_workers) if host is None else host.place
     ours = {
         "PACELINE_RANK": str(name.rank) if name.is_newcomer else r,
         "PACELINE_WORLD_SIZE": n,
-        "PACELINE_LOCAL_RANK": r,
-        "PACELINE_LOCAL_WORLD_SIZE": n,
+        "PACELINE_LOCAL_RANK": str(place.local_rank),
+        "PACELINE_LOCAL_WORLD_SIZE": str(place.local_world_size),
         "PACELINE_ROLE": name.role,
         "PACELINE_COORDINATOR": where.coordinator,
         "PACELINE_JOB": where.job_id,
         "PACELINE_SECRET_FILE": where.secret_file,
     }
+    if host is not None:
+        ours["PACELINE_BIND"] = host.address
     if num_servers:
         ours["PACELINE_SERVERS"] = str(num_servers)
     if data_workers:
@@ -84,22 +99,25 @@ def process_variables(
     if name.is_newcomer:
         ours |= {"PACELINE_JOINS": "1", "PACELINE_NUMBER": r}
     if name.is_data_worker:  # its script may read them; no process group contains it
-        return {**ours, "RANK": str(name.rank), "WORLD_SIZE": n, "LOCAL_RANK": str(name.rank)}
-    return ours if name.is_server else {**ours, **_as_torchrun(r, n, where)}
+        local = name.rank if host is None else place.local_world_size + place.local_rank
+        return {**ours, "RANK": str(name.rank), "WORLD_SIZE": n, "LOCAL_RANK": str(local)}
+    if name.is_server:
+        return ours
+    master = "127.0.0.1" if host is None else host.master_address
+    return {**ours, **_as_torchrun(r, n, where, place), "MASTER_ADDR": master}
 
 
-def _as_torchrun(r: str, n: str, where: JobAddresses) -> dict[str, str]:
+def _as_torchrun(r: str, n: str, where: JobAddresses, place: HostPlace) -> dict[str, str]:
     return {
         "RANK": r,
-        "LOCAL_RANK": r,
+        "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": n,
-        "LOCAL_WORLD_SIZE": n,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.host_index),
+        "GROUP_WORLD_SIZE": str(place.num_hosts),
         "ROLE_NAME": "default",
         "ROLE_RANK": r,
         "ROLE_WORLD_SIZE": n,
-        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(where.master_port),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -108,22 +126,34 @@ def _as_torchrun(r: str, n: str, where: JobAddresses) -> dict[str, str]:
 
 
 def process_environ(
-    base: Mapping[str, str], spec: RunSpec, name: ProcessName, where: JobAddresses, *, cores: int
+    base: Mapping[str, str],
+    spec: RunSpec,
+    name: ProcessName,
+    where: JobAddresses,
+    *,
+    cores: int,
+    host: HostSettings | None = None,
 ) -> dict[str, str]:
-    """Return the complete environment of one process of the job.
+    """Return the complete environment of one process of the job; `host` None: it is on one host.
 
     Threads of a worker: the option wins, then what the user exported, then an even share of the
     cores; without a limit every rank would start one thread per core and compete for the cores.
     Mesh, pace and precision: the option, else what the user exported; raises ConfigError if that is
-    unknown. Servers get the mesh too: it says which workers share a table.
+    unknown. Servers get the mesh too: it says which workers share a table. For a process on another
+    host `base` is what travels (hosts/host_environment.py), and the cores are those of its host.
     """
+    num_workers = spec.num_workers
+    if host is not None:
+        cores, num_workers = host.cores, max(1, host.place.local_world_size)
     environ = without_foreign_ranks(base)
     # The lines of a killed rank must not be lost in its buffer, and the screen shows them live.
     environ.setdefault("PYTHONUNBUFFERED", "1")
     # A crash in native code then leaves a Python stack for the report.
     environ.setdefault("PYTHONFAULTHANDLER", "1")
     counts = (spec.num_workers, spec.num_servers)
-    environ.update(process_variables(name, *counts, where, spec.data_workers))
+    environ.update(process_variables(name, *counts, where, spec.data_workers, host))
+    if not spec.encrypt:
+        environ["PACELINE_ENCRYPT"] = "off"
     if spec.elastic is not None:
         environ.update(spec.elastic.variables(spec.servers))
     mesh = spec.mesh_in(base)
@@ -139,7 +169,7 @@ def process_environ(
     elif spec.threads_per_worker is not None:
         environ["OMP_NUM_THREADS"] = str(spec.threads_per_worker)
     else:
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.num_workers)))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_workers)))
     environ.update(spec.env)
     pace = spec.pace_in(base)
     if pace is not None:

@@ -62,6 +62,7 @@ def configuration(
         **_elastic(given),
         "grace_s": given.option("grace_s", spec.grace_s),
         "detach": given.option("detach", spec.is_detached),
+        **_hosts(given),
         "metrics_port": given.option("metrics_port", spec.metrics_port),
         "log_dir": given.log_dir(directory),
         "env": given.option("env", sorted(spec.env)),
@@ -135,6 +136,23 @@ def _elastic(given: _Given) -> dict[str, ConfigValue]:
         "max_servers": given.option("max_servers", plan.max_servers),
         "on_loss": given.option("on_loss", plan.on_loss),
         "restarts": given.option("restarts", plan.restarts),
+    }
+
+
+def _hosts(given: _Given) -> dict[str, ConfigValue]:
+    spec = given.spec
+    if not spec.hosts:
+        return {}
+    encrypt_origin = given.variable("PACELINE_ENCRYPT") or DEFAULT
+    if not spec.encrypt:
+        encrypt_origin = COMMAND_LINE
+    return {
+        "hosts": given.option("hosts", [str(host) for host in spec.hosts], or_else="hostfile"),
+        "servers_on": given.option("servers_on", list(spec.servers_on)),
+        "sync": given.option("sync", spec.sync),
+        "encrypt": ConfigValue(spec.encryption_in(given.environ), encrypt_origin),
+        "python": given.option("python", spec.remote_python_in(given.environ)),
+        "activate": given.option("activate", spec.activate),
     }
 
 

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError, UsageError
+from paceline.launcher.hosts.host_list import HostSlots
+from paceline.launcher.hosts.placement import Placement
 from paceline.launcher.job_size import MAX_WORKERS, ElasticPlan, ServerPlan, check_data_workers
 from paceline.launcher.processes.run_script import Command
 from paceline.observe.telemetry.trace import TracedSteps
 from paceline.options.table import require_precision
 from paceline.pace.parse import Schedule, parse_schedule
 from paceline.runtime.config import (
+    encryption,
     requested_mesh,
     requested_pace,
     requested_precision,
@@ -54,8 +57,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One job on this host: `num_workers` copies of a script or module with its arguments, and
-    parameter servers and data workers for them.
+    """One job: `num_workers` copies of a script or module with its arguments, and parameter servers
+    and data workers for them. Without `hosts` it runs on this host.
     """
 
     target: str
@@ -76,6 +79,12 @@ class RunSpec:
     grace_s: float = STOP_GRACE_S
     is_detached: bool = False
     has_template: bool = True  # processes may be forked from a template
+    hosts: tuple[HostSlots, ...] = ()
+    servers_on: tuple[str, ...] = ()  # names of hosts; (): those with workers
+    sync: bool = False  # copy the project to the other hosts
+    encrypt: bool = True  # between hosts
+    remote_python: str | None = None  # interpreter on the other hosts
+    activate: str | None = None  # a line for the shell of each other host, run before
     given: frozenset[str] = (
         frozenset()
     )  # options on the command line, by their names in cli/run_options.py
@@ -124,10 +133,27 @@ class RunSpec:
                 " workers; leave out --data-workers (and use num_workers of the DataLoader), or"
                 " --min, --max, --on-loss, --replicas, --max-servers and --detach"
             )
+        check_host_options(self)
 
     @property
     def num_servers(self) -> int:
         return self.servers.count
+
+    @property
+    def placement(self) -> Placement | None:
+        """The host of each process that the job starts with; None: all run on this host."""
+        if not self.hosts:
+            return None
+        return Placement.fill(
+            self.hosts,
+            self.num_workers,
+            self.num_servers,
+            sum(self.data_workers),
+            servers_on=self.servers_on,
+            colocated=self.servers.is_colocated,
+            replicas=self.servers.replicas,
+            unit_size=1 if self.mesh is None else self.mesh.unit_size,
+        )
 
     @property
     def process_names(self) -> list[ProcessName]:
@@ -181,6 +207,16 @@ class RunSpec:
         """Return whether processes may be forked from a template: no option forbids it."""
         return self.has_template and uses_template({**inherited, **self.env})
 
+    def encryption_in(self, inherited: Mapping[str, str]) -> str:
+        """Return "on", "off" or "always": the option, else PACELINE_ENCRYPT."""
+        return encryption({**inherited, **self.env}) if self.encrypt else "off"
+
+    def remote_python_in(self, inherited: Mapping[str, str]) -> str:
+        """Return the interpreter for other hosts: --python, else PYTHON of the environment, else
+        that of --activate, else the path of this one."""
+        found = self.remote_python or inherited.get("PYTHON", "").strip()
+        return found or ("python" if self.activate is not None else sys.executable)
+
     def command(self, name: ProcessName) -> Command:
         """Return what a process of this name runs."""
         kind = "server" if name.is_server else "module" if self.is_module else "script"
@@ -200,6 +236,49 @@ def parse_env(settings: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"--env {name}: the launcher sets {name} for each rank; leave it out")
         env[name] = value
     return env
+
+
+def check_host_options(spec: RunSpec) -> None:
+    """Refuse options that do not go together with the hosts of a job, or without hosts."""
+    if not spec.hosts:
+        for option, is_given in (
+            ("--servers-on", bool(spec.servers_on)),
+            ("--sync", spec.sync),
+            ("--no-encrypt", not spec.encrypt),
+            ("--python", spec.remote_python is not None),
+            ("--activate", spec.activate is not None),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{option} without hosts: the job runs on this host; add --hosts a:4,b:4 or"
+                    f" --hostfile FILE, or leave out {option}"
+                )
+        return
+    if spec.servers_on and spec.servers.is_colocated:
+        raise ConfigError(
+            "--servers-on and -s colocated: a colocated server is on the host of its worker; give"
+            " only one of them"
+        )
+    if spec.servers_on and not spec.num_servers:
+        raise ConfigError("--servers-on without servers: add -s 1, or leave out --servers-on")
+    for option, text in (("--python", spec.remote_python), ("--activate", spec.activate)):
+        if text is not None and (not text.strip() or not text.isprintable()):
+            raise ConfigError(
+                f"{option} {text[:60]!r}: expected one line of text, for example"
+                f" {option} "
+                + ("/opt/venv/bin/python" if option == "--python" else "'. /opt/venv/bin/activate'")
+            )
+    for variable, instead in (
+        ("PACELINE_BIND", "the launcher finds the address of each host"),
+        ("PACELINE_HOST_ID", "each host has its own"),
+    ):
+        if variable in spec.env:
+            raise ConfigError(f"--env {variable}=... with hosts: {instead}; leave it out")
+    if not spec.encrypt and "PACELINE_ENCRYPT" in spec.env:
+        raise ConfigError(
+            "--no-encrypt and --env PACELINE_ENCRYPT=... set the same value; give only one of them"
+        )
+    spec.placement  # noqa: B018 - it checks the slots, and the names of --servers-on
 
 
 def _check_count(option: str, count: int, *, at_most: int) -> None:

@@ -147,7 +147,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         role=role,
         num_servers=num_servers,
         data_workers=data_workers,
-        number=context.local_rank if context and (is_newcomer or role != "worker") else rank,
+        number=context.number if context and context.number is not None else rank,
         is_newcomer=is_newcomer,
         is_elastic=_is_set(environ, "ELASTIC"),
         on_loss=_choice(environ, "ON_LOSS", ON_LOSS),

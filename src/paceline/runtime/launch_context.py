@@ -44,6 +44,7 @@ class LaunchContext(NamedTuple):
     world_size: int
     local_rank: int
     local_world_size: int
+    number: int | None = None  # within its role; None: its rank
 
 
 def find_launchers(environ: Mapping[str, str]) -> list[Launcher]:
@@ -109,7 +110,7 @@ def server_context(environ: Mapping[str, str], num_servers: int) -> LaunchContex
             f"server {index} of PACELINE_SERVERS={num_servers} for PACELINE_WORLD_SIZE="
             f"{num_workers} workers: expected 0 <= server < servers, and at least 1 worker"
         )
-    return LaunchContext(PACELINE, num_workers + index, num_workers, index, num_workers)
+    return LaunchContext(PACELINE, num_workers + index, num_workers, index, num_workers, index)
 
 
 def data_worker_context(
@@ -125,12 +126,12 @@ def data_worker_context(
             " and at least 1 worker"
         )
     return LaunchContext(
-        PACELINE, num_workers + num_servers + index, num_workers, index, num_workers
+        PACELINE, num_workers + num_servers + index, num_workers, index, num_workers, index
     )
 
 
 def newcomer_context(environ: Mapping[str, str]) -> LaunchContext:
-    """Return the context of a process that joins a running job; `local_rank` is its number."""
+    """Return the context of a process that joins a running job."""
     rank = parse_number(environ, PACELINE.rank, int)
     num_workers = parse_number(environ, PACELINE.world_size, int)
     number = parse_number(environ, "PACELINE_NUMBER", int)
@@ -140,7 +141,8 @@ def newcomer_context(environ: Mapping[str, str]) -> LaunchContext:
             f" PACELINE_WORLD_SIZE={num_workers}: expected numbers from 0, and at least 1 worker;"
             " `paceline join` sets them"
         )
-    return LaunchContext(PACELINE, rank, num_workers, number, num_workers)
+    local = local_ranks(environ, PACELINE, number, num_workers)
+    return LaunchContext(PACELINE, rank, num_workers, *local, number)
 
 
 def local_ranks(

@@ -64,6 +64,15 @@ def parse_hosts(text: str, option: str = "--hosts") -> tuple[HostSlots, ...]:
     return tuple(hosts)
 
 
+def chosen_hosts(hosts: str | None, hostfile: Path | None) -> tuple[HostSlots, ...]:
+    """Return the hosts of --hosts or --hostfile, () if neither was given."""
+    if hosts is not None and hostfile is not None:
+        raise ConfigError("--hosts and --hostfile both name the hosts; give only one of them")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return () if hostfile is None else read_hostfile(hostfile)
+
+
 def parse_host_names(text: str, option: str) -> tuple[str, ...]:
     """Read a list of host names without slots, such as that of --servers-on."""
     names = tuple(word.strip().strip("[]") for word in text.split(","))
