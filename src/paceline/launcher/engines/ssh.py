@@ -1,0 +1,106 @@
+"""The ssh engine: hosts from --hosts or a host file, agents through the system's `ssh`.
+
+The user's own settings apply: ~/.ssh/config, ssh-agent, jump hosts. Options given here win over
+them: no prompt, no terminal, no forwarding, and a dead host is noticed. All connections of a job to
+a host share one (ControlMaster), through a socket in the job's private directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.launcher.engines.agent_command import AGENT_COMMAND_TEXT, AgentPlace
+from paceline.launcher.engines.engine import start_child
+from paceline.launcher.engines.ssh_failures import SSH_FAILED, explain_ssh
+from paceline.launcher.hosts.host_list import HostSlots
+
+CONNECT_S = 10
+# A host that answers nothing for the product of both, in seconds, is given up.
+_ALIVE_S, _ALIVE_COUNT = 5, 3
+# How long a shared connection waits for its next use. Short: it outlives a launcher that is killed.
+_KEEP_S = 2
+# The name of a socket has at most 107 bytes; ssh adds 17 while it makes one.
+_MAX_SOCKET_BYTES = 107 - 17
+_REMEDY = "install OpenSSH's client (Debian: apt install openssh-client)"
+
+_OPTIONS = {
+    "BatchMode": "yes",  # no questions: they end as errors
+    "ConnectTimeout": str(CONNECT_S),
+    "ServerAliveInterval": str(_ALIVE_S),
+    "ServerAliveCountMax": str(_ALIVE_COUNT),
+    "LogLevel": "ERROR",  # no banners
+    "ClearAllForwardings": "yes",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "PermitLocalCommand": "no",
+    "RemoteCommand": "none",
+    "StdinNull": "no",
+    "ForkAfterAuthentication": "no",
+    "EscapeChar": "none",
+}
+
+
+class SshEngine:
+    """Starts agents by ssh; `directory` is private to the job and exists while the job runs."""
+
+    name = "ssh"
+
+    def __init__(self, hosts: Sequence[HostSlots], place: AgentPlace, directory: Path) -> None:
+        self._hosts, self._place, self._directory = list(hosts), place, directory
+
+    def hosts(self) -> list[HostSlots]:
+        """Return the hosts with their slots, in the order of ranks."""
+        return list(self._hosts)
+
+    async def start_agent(self, host: HostSlots, invitation: bytes) -> asyncio.subprocess.Process:
+        """Start an agent through ssh; see Engine."""
+        command = [*self.ssh(host), "--", host.name, AGENT_COMMAND_TEXT]
+        return await start_child(command, self._place.stdin(invitation), remedy=_REMEDY)
+
+    def explain(self, host: HostSlots, exit_code: int, errors: str) -> str:
+        """Return one sentence: why a child of `start_agent` ended, and what to do."""
+        if exit_code == SSH_FAILED:
+            return explain_ssh(host, errors)
+        return self._place.explain(host.name, exit_code, errors) or (
+            f"the agent on host {host.name} ended with exit code {exit_code}"
+        )
+
+    def ssh(self, host: HostSlots) -> list[str]:
+        """Return ssh's words without the host and the command, for this engine and for --sync."""
+        options = {**_OPTIONS, **self._sharing(host)}
+        words = ["ssh", "-T", *(word for k, v in options.items() for word in ("-o", f"{k}={v}"))]
+        words += ["-l", host.user] if host.user else []
+        return [*words, "-p", str(host.port)] if host.port is not None else words
+
+    def _sharing(self, host: HostSlots) -> dict[str, str]:
+        socket = self._socket(host)
+        if len(str(socket).encode()) > _MAX_SOCKET_BYTES:
+            return {"ControlMaster": "no", "ControlPath": "none"}
+        path = str(socket).replace("%", "%%")  # ssh replaces %h and the like
+        return {
+            "ControlMaster": "auto",
+            "ControlPath": f'"{path}"' if " " in path else path,
+            "ControlPersist": str(_KEEP_S),
+        }
+
+    def _socket(self, host: HostSlots) -> Path:
+        names = [one.name for one in self._hosts]
+        number = names.index(host.name) if host.name in names else f"x-{host.name}"
+        return self._directory / f"ssh-{number}"
+
+    async def close(self) -> None:
+        """Close the connections to all hosts."""
+        await asyncio.gather(*(self._disconnect(host) for host in self._hosts))
+
+    async def _disconnect(self, host: HostSlots) -> None:
+        if not self._socket(host).exists():
+            return
+        child = await asyncio.create_subprocess_exec(
+            *(*self.ssh(host), "-O", "exit", "--", host.name),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        await child.wait()
