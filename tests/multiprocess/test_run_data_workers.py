@@ -57,7 +57,7 @@ def test_data_workers_are_part_of_the_job(bench: Workbench) -> None:
     assert sorted(done.stdout.splitlines()) == sorted([*begins, "[0] saw 120 of 120"])
     assert re.search(r"paceline: 1 rank and 2 data workers finished in \d+\.\d s\n", done.stderr)
     assert "[d0] paceline: data workers (2) make the batches of: Tensor of 120" in done.stderr
-    assert "lost" not in done.stderr and "goes on" not in done.stderr
+    assert "lost" not in done.stderr and "the job continues" not in done.stderr
     logs = {path.name for path in (bench.path / "logs").iterdir()}
     assert logs >= {"rank-0.log", "data-worker-0.log", "data-worker-1.log"}
     assert bench.left_behind() == []
