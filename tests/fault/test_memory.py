@@ -1,9 +1,10 @@
-"""Memory, descriptors and pages that cannot be had: an error with sizes, never SIGBUS or a hang."""
+"""Memory, descriptors and threads that cannot be had: an error with sizes, no SIGBUS or hang."""
 
 from __future__ import annotations
 
 import os
 import resource
+import threading
 
 import pytest
 import torch
@@ -78,6 +79,8 @@ def join_with(number: int, limit: str) -> str:
     """Join as rank `number`; rank 1 has hardly anything to do it with."""
     if number == 1 and limit == "memory":
         limit_file_size(1024)
+    elif number == 1 and limit == "threads":
+        limit_threads()
     elif number == 1:
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 6, 4096))
@@ -88,7 +91,15 @@ def join_with(number: int, limit: str) -> str:
     return "joined"
 
 
-@pytest.mark.parametrize("limit", ["memory", "descriptors"])
+def limit_threads() -> None:
+    """Let no thread be started from Python: there is no address space for its stack."""
+    with open("/proc/self/statm") as statm:
+        used_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (256 << 20), resource.RLIM_INFINITY))
+    threading.stack_size(1 << 30)
+
+
+@pytest.mark.parametrize("limit", ["memory", "descriptors", "threads"])
 def test_a_rank_that_cannot_join(limit: str) -> None:
     def body(number: int) -> str:
         return join_with(number, limit)
@@ -98,3 +109,6 @@ def test_a_rank_that_cannot_join(limit: str) -> None:
         outcomes = run_processes(body, environs)
     for outcome in outcomes:
         assert outcome.error is None and outcome.value != "joined", outcome
+    if limit == "threads":
+        assert outcomes[1].value.startswith("SetupError: rank 1 of 2 cannot join:"), outcomes[1]
+        assert "thread" in outcomes[1].value and "paceline doctor" in outcomes[1].value

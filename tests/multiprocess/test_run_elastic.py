@@ -250,16 +250,17 @@ def test_a_place_whose_newcomers_die_at_once_is_given_up(bench: Workbench) -> No
     assert "  | this script cannot come later" in errors
 
 
-def _limited(bench: Workbench, limit: int) -> subprocess.CompletedProcess[str]:
+def _limited(
+    bench: Workbench, limit: int, script: str, *options: str
+) -> subprocess.CompletedProcess[str]:
     import resource
     import sys
 
     def few_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
-    script = bench.script("import time; time.sleep(30)")
     return subprocess.run(
-        [sys.executable, "-m", "paceline", "run", "-n", "8", "--min", "2", script],
+        [sys.executable, "-m", "paceline", "run", "-n", "8", *options, script],
         cwd=bench.path,
         env=bench.environ,
         preexec_fn=few_files,
@@ -270,8 +271,15 @@ def _limited(bench: Workbench, limit: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_descriptors_there_is_no_partial_job(bench: Workbench) -> None:
-    done = _limited(bench, 24)
-    assert done.returncode == 1
-    assert "LaunchError" in done.stderr and "open files" in done.stderr
-    assert bench.left_behind() == []
+@pytest.mark.parametrize("options", [(), ("--min", "2")], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("imports", ["time", "time, paceline"], ids=["fresh", "template"])
+def test_without_descriptors_there_is_no_partial_job(
+    bench: Workbench, imports: str, options: tuple[str, ...]
+) -> None:
+    """Whichever descriptor is the one too many, of interpreters or of forks of the template."""
+    script = bench.script(f"import {imports}; time.sleep(30)")
+    for limit in (24, 25, 26):
+        done = _limited(bench, limit, script, *options)
+        assert done.returncode == 1
+        assert "LaunchError" in done.stderr and "open files" in done.stderr
+        assert "Traceback" not in done.stderr and bench.left_behind() == []

@@ -11,9 +11,11 @@ Threads: used on the launcher's main thread only.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
+from paceline.errors import LaunchError
 from paceline.launcher.processes.guard import Sessions
 from paceline.launcher.processes.guard_main import end_processes
 from paceline.launcher.processes.output import OutputReader
@@ -28,6 +30,9 @@ from paceline.runtime.process_names import ProcessName
 # How long after its exit the pipes of a process may stay open (a helper of it may hold them).
 _DRAIN_S = 0.5
 _END_S = 0.8  # for killed processes to be gone
+# The end of a job reads /proc and removes files. If the job ends because the launcher has no
+# descriptors left, it uses these.
+_NUM_SPARE_FDS = 4
 
 
 class ProcessHost:
@@ -49,6 +54,7 @@ class ProcessHost:
         self._on_change, self._log = on_change, log
         self._spawner = Spawner(log, dies_with_launcher=not spec.is_detached)
         self.other_children: Callable[[], set[int | None]] = set  # their pids
+        self._spare_fds: list[int] = []  # for `end_all`
 
     # -- start -------------------------------------------------------------------------------
 
@@ -61,8 +67,20 @@ class ProcessHost:
             self._spawner.start_template(modules, environ, commands)
 
     def watch(self, guard: Sessions) -> None:
-        """Put all processes under this guard, and notice their exits from now on."""
+        """Put all processes under this guard, and notice their exits from now on.
+
+        Raises LaunchError if the launcher has too few file descriptors to end the job later.
+        """
         self.processes.guard = guard
+        try:
+            for _ in range(_NUM_SPARE_FDS):
+                self._spare_fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            self._release_spare_fds()
+            raise LaunchError(
+                f"the launcher cannot watch its processes: {error.strerror}; raise the limit of"
+                " open files (ulimit -n)"
+            ) from error
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.check)
 
     async def start(
@@ -111,6 +129,7 @@ class ProcessHost:
 
     async def end_all(self) -> None:
         """End every process; also if only some of them were started."""
+        self._release_spare_fds()
         await self.drain_output(process.name for process in self.processes.ended)
         for pid in self.processes.kill_all(within_s=_END_S):
             self._log(f"process {pid} hangs in the kernel and could not be ended")
@@ -119,6 +138,10 @@ class ProcessHost:
         for reader in self._readers.values():
             reader.close()
         self.processes.release()
+
+    def _release_spare_fds(self) -> None:
+        while self._spare_fds:
+            os.close(self._spare_fds.pop())
 
     def close(self) -> None:
         """End the template and the guard; call last."""

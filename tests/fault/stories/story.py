@@ -144,9 +144,13 @@ class Story(Job):
         self.expect_end(0, within_s)
 
     def expect_end_with_error(self, within_s: float = START_S) -> None:
-        """Expect an end that says why, in words."""
+        """Expect that the launcher ends with an error in words.
+
+        Scripts may print tracebacks: they fail in `pl.init()` when a resource is used up.
+        """
         self.expect_end(1, within_s)
-        self.expect_no_line("Traceback")
+        self.expect_no_line("^Traceback")
+        self.expect_line(r"^paceline: error: LaunchError: ", within_s)
 
     def expect_no_process_left(self, within_s: float = 5.0) -> None:
         self.until(lambda: not self.processes(), within_s, f"the end of {self.processes()}")

@@ -58,7 +58,7 @@ def test_row_21_a_worker_runs_out_of_memory(story: Story) -> None:
         enter(group, story.pid("worker 1"))
         time.sleep(1)  # the launcher looks a few times per second where its processes are
         story.tell(1, "eat 3000")
-        pattern = r"worker 1 .* lost: killed by signal 9, memory cgroup limit 1\.[56] GB reached"
+        pattern = r"worker 1 .* lost: killed by signal 9, memory cgroup limit 1\.46 GiB reached"
         story.expect_detection(pattern, within_s=10)
         story.expect_line(r"worker 1 .* joined", 30)
         story.expect_success()

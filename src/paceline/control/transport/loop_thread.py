@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,11 +23,16 @@ class LoopThread:
     """Runs the coroutines of one subsystem in one thread."""
 
     def __init__(self, name: str) -> None:
+        """Start the thread; raises OSError if the machine or a limit allows no further thread."""
         self._mu = threading.Lock()
         self._is_stopping = False  # guarded by: _mu; nothing is scheduled once it is set
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # Python hides the kernel's EAGAIN
+            self._loop.close()
+            raise OSError(errno.EAGAIN, f"the thread {name} could not be started") from error
 
     @property
     def is_running(self) -> bool:

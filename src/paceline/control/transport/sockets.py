@@ -136,9 +136,8 @@ def _port_owner(port: int) -> str:
 async def connect_tcp(address: str) -> socket.socket:
     """Connect once, to the first of the host's addresses that answers; OSError when none does."""
     host, port = split_address(address)
-    loop = asyncio.get_running_loop()
     failure = OSError(f"{host} has no address")
-    for family, _, _, _, where in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, where in await _resolve(host, port):
         try:
             sock = await _connect(family, where)
         except OSError as error:
@@ -148,6 +147,16 @@ async def connect_tcp(address: str) -> socket.socket:
         retry_soon(sock)
         return sock
     raise failure
+
+
+async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
+    """Return the family and socket address of each address of a host; raises OSError."""
+    kind = socket.SOCK_STREAM
+    try:  # an address in digits needs no name server, and so no thread to ask one
+        found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=kind)
+    return [(family, where) for family, _, _, _, where in found]
 
 
 def retry_soon(sock: socket.socket) -> None:

@@ -189,7 +189,14 @@ class Template:
     ) -> RankProcess | None:
         """Fork a process; None if the template is gone. LaunchError if the machine is full."""
         request = ForkRequest(command, environ, os.getpid(), dies)
-        wait_fd, go_fd = os.pipe()
+        try:
+            wait_fd, go_fd = os.pipe()
+        except OSError as error:
+            output.close()
+            raise LaunchError(
+                f"{name} could not be started: {error.strerror}; raise the limit of open files"
+                " (ulimit -n)"
+            ) from error
         fds = [output.child_stdout, output.child_stderr, wait_fd]
         async with self._turn:
             self.is_asked = True
