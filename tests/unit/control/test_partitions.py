@@ -56,6 +56,17 @@ def test_backups_prefer_another_host():
         assert len({hosts[rank] for rank in holders}) == 2
 
 
+def test_copies_that_share_a_host_are_moved_apart_when_there_is_another_host_again():
+    hosts = {4: "a", 5: "a", 6: "b", 7: "b"}
+    alone = {4: "a", 5: "a"}
+    layout = settle(initial_layout(8, 2, hosts).without({6, 7}), 2, alone)
+    assert all(set(ranks) == {4, 5} for ranks in layout.holders)
+    again = {**alone, 8: "c"}
+    layout = settle(layout, 2, again)
+    assert all(len({again[rank] for rank in ranks}) == 2 for ranks in layout.holders)
+    assert loads(layout, again) == [4, 4, 8]
+
+
 def test_a_loss_promotes_the_backup_and_names_what_nobody_has():
     layout = initial_layout(3, 2, ONE_HOST).without({4})
     assert layout.holders == ((5,), (5, 6), (6,))
@@ -147,5 +158,7 @@ def test_whatever_comes_and_goes_ends_with_all_copies_and_equal_loads(case, data
             rank += 1
         layout = settle(layout, replicas, hosts)
         assert all(len(ranks) == replicas for ranks in layout.holders)
+        most = min(replicas, len(set(hosts.values())))
+        assert all(len({hosts[r] for r in ranks}) == most for ranks in layout.holders)
         if num_hosts == 1:
             assert max(loads(layout, hosts)) - min(loads(layout, hosts)) <= 1

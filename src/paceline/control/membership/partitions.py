@@ -12,12 +12,15 @@ before it:
 
 A MOVE from one server to another is fill, sync, switch (if it was the primary) and drop, so a
 partition never has too few copies. `next_layout` finds the next steps: towards enough copies, away
-from servers that are to leave, and towards an equal number of copies per server. A new copy goes to
-a host without a copy if there is one. A fill is never cancelled; only a loss ends it.
+from servers that are to leave, towards copies on different hosts, and towards an equal number of
+copies per server. A new copy goes to a host without a copy if there is one; copies that came to
+share a host (the others were lost) are moved apart when there is another host again. A fill is
+never cancelled; only a loss ends it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -109,11 +112,13 @@ def next_layout(
     is still to join, nothing is moved for balance: missing copies come first.
     """
     staying = {rank: host for rank, host in hosts.items() if rank not in leaving}
-    after = _drop_surplus(layout, replicas, leaving)
+    after = _drop_surplus(layout, replicas, leaving, hosts)
     after = add_missing_copies(after, replicas, staying or hosts)
     fewest = min(len(layout.copies(partition)) for partition in range(len(layout.holders)))
     if fewest < min(replicas, wanted):
         return after
+    if after == layout and not any(layout.filling):
+        after = _spread_one(layout, staying)
     if after == layout and not any(layout.filling):
         after = _move_one(layout, staying)
     if after == layout and not any(layout.filling):
@@ -122,19 +127,35 @@ def next_layout(
 
 
 def _drop_surplus(
-    layout: PartitionLayout, replicas: int, leaving: Collection[int]
+    layout: PartitionLayout, replicas: int, leaving: Collection[int], hosts: Mapping[int, str]
 ) -> PartitionLayout:
-    """Drop a surplus copy of each partition; if that is its primary, switch the primary first."""
+    """Drop a surplus copy of each partition, one that shares its host with another copy if there is
+    one; if that is its primary, switch the primary first."""
     for partition, holders in enumerate(layout.holders):
         if len(holders) <= replicas:
             continue
         # Not by primaries: a switch changes those, and the next step must choose the same copy.
-        victim = max(holders, key=lambda r: (r in leaving, layout.load(r), r))
+        num_on = Counter(hosts.get(r, "") for r in holders if r not in leaving)
+        victim = max(
+            holders,
+            key=lambda r: (r in leaving, num_on[hosts.get(r, "")] > 1, layout.load(r), r),
+        )
         if victim == holders[0]:
             after = (holders[-1], *holders[:-1])
         else:
             after = tuple(rank for rank in holders if rank != victim)
         layout = layout._with(partition, after, layout.filling[partition])
+    return layout
+
+
+def _spread_one(layout: PartitionLayout, hosts: Mapping[int, str]) -> PartitionLayout:
+    """Begin to move a copy that shares its host with another one to a host without a copy."""
+    num_hosts = _num_hosts(hosts, hosts)
+    for partition, holders in enumerate(layout.holders):
+        if _num_hosts(holders, hosts) < min(len(holders), num_hosts):
+            target = _target(layout, partition, hosts)
+            assert target is not None, "a host without a copy has a server"
+            return _fill(layout, partition, target)
     return layout
 
 
