@@ -73,7 +73,7 @@ def test_a_detached_job_outlives_its_supervisor_and_can_be_changed(bench: Workbe
     assert scaled.returncode == 0 and "3 workers from now on" in scaled.stdout
     wait_until(lambda: _size(bench) == "3", within_s=80)
     refused = bench.run("scale", "-n", "4")
-    assert refused.returncode == 2 and "may have 1 to 3 (--min, --max)" in refused.stderr
+    assert refused.returncode == 2 and "may have 1 to 3 workers (--min, --max)" in refused.stderr
 
     supervisor = int(re.findall(r"supervisor pid (\d+)", told)[0])
     os.kill(supervisor, signal.SIGKILL)

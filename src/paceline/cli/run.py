@@ -13,7 +13,6 @@ from itertools import chain, repeat
 from pathlib import Path
 
 from paceline.cli.detach import detach
-from paceline.errors import ConfigError
 from paceline.launcher.elastic.event_log import stamped
 from paceline.launcher.elastic.job import ElasticJob
 from paceline.launcher.job import LocalJob
@@ -52,11 +51,6 @@ class _DisplayHandler(logging.Handler):
 
 def run(spec: RunSpec) -> int:
     """Run a job and return its exit code; raises PacelineError."""
-    if spec.hosts:
-        raise ConfigError(
-            "--hosts: this version cannot start processes on other hosts yet; --dry-run prints"
-            " where they would run"
-        )
     environ, job_id = inherited_environ(), new_job_id()
     spec = replace(spec, log_dir=run_directory(spec, environ, job_id))
     require_directory(spec.trace_in(environ), spec.log_dir)

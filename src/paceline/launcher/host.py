@@ -1,11 +1,12 @@
-"""The host: starts, watches and stops the processes of a job on this machine, and leaves none.
+"""A host: starts, watches and stops the processes of a job on this machine, and leaves none.
 
-A host does what its job asks and decides nothing. It starts processes (processes/spawner.py), knows
-them by rank with their output and their exit (processes/table.py), and holds the guard that ends
-them if the launcher is killed. Jobs (job.py, elastic/job.py) decide when a job is over, which
-process is replaced and which is killed.
+A host does what its job asks and decides nothing. It starts processes (processes/spawner.py), puts
+them into the job's table with their output and their exit (processes/table.py), and ends them. The
+launcher has one for its own machine; the agent on another machine has one too (hosts/agent.py).
+Jobs (job.py, elastic/job.py) decide when a job is over, which process is replaced and which is
+killed.
 
-Threads: used on the launcher's main thread only.
+Threads: used on the main thread only.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from paceline.errors import LaunchError
 from paceline.launcher.processes.guard import Sessions
 from paceline.launcher.processes.guard_main import end_processes
-from paceline.launcher.processes.output import OutputReader
+from paceline.launcher.processes.output import OutputReader, OutputSink
 from paceline.launcher.processes.process import ProcessOutput, RankProcess
 from paceline.launcher.processes.spawner import Spawner
 from paceline.launcher.processes.table import ProcessResult, ProcessTable
 from paceline.launcher.spec import RunSpec
 from paceline.launcher.template_imports import modules_to_import
-from paceline.observe.display.display import Display
 from paceline.runtime.process_names import ProcessName
 
 # How long after its exit the pipes of a process may stay open (a helper of it may hold them).
@@ -36,24 +37,24 @@ _NUM_SPARE_FDS = 4
 
 
 class ProcessHost:
-    """The processes of one job here; `on_end` is called once for each that has ended."""
+    """The processes of one job on this machine; `sink` returns what takes a process's output."""
 
     def __init__(
         self,
         spec: RunSpec,
-        job_id: str,
-        display: Display,
-        on_end: Callable[[RankProcess], None],
+        processes: ProcessTable[RankProcess],
+        sink: Callable[[RankProcess], OutputSink],
         on_change: Callable[[], None],
         *,
         log: Callable[[str], None],
     ) -> None:
-        self.processes: ProcessTable[RankProcess] = ProcessTable(job_id, on_end)
-        self._spec, self._display = spec, display
+        self.processes = processes
+        self._spec, self._sink = spec, sink
         self._readers: dict[int, OutputReader] = {}  # by rank
         self._on_change, self._log = on_change, log
         self._spawner = Spawner(log, dies_with_launcher=not spec.is_detached)
         self.other_children: Callable[[], set[int | None]] = set  # their pids
+        self._may_reap = True
         self._spare_fds: list[int] = []  # for `end_all`
 
     # -- start -------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ class ProcessHost:
     def add(self, process: RankProcess) -> None:
         """Add a process that runs on this host; a former supervisor may have started it."""
         self.processes.add(process)
-        self._readers[process.name.rank] = OutputReader(process, self._display)
+        self._readers[process.name.rank] = OutputReader(process, self._sink(process))
 
     def expect_no_more(self) -> None:
         """End the template: no further process will be started."""
@@ -107,12 +108,23 @@ class ProcessHost:
         """Notice exits since the last call, and reap orphans."""
         table = self.processes
         table.check()
-        self._spawner.reap_orphans({*table.pids, *self.other_children(), table.guard.pid})
+        if self._may_reap:
+            self._spawner.reap_orphans({*table.pids, *self.other_children(), table.guard.pid})
         self._on_change()
 
+    @contextmanager
+    def reaping_paused(self) -> Iterator[None]:
+        """Reap no orphans: other code starts children whose pids are not known yet."""
+        self._may_reap = False
+        try:
+            yield
+        finally:
+            self._may_reap = True
+
     async def drain_output(self, those: Iterable[ProcessName]) -> None:
-        """Wait until the output of ended processes is read, at most 0.5 s."""
-        waits = [asyncio.ensure_future(self._readers[name.rank].done.wait()) for name in those]
+        """Wait until the output of ended processes of this host is read, at most 0.5 s."""
+        found = [self._readers[name.rank] for name in those if name.rank in self._readers]
+        waits = [asyncio.ensure_future(reader.done.wait()) for reader in found]
         if waits:
             _, late = await asyncio.wait(waits, timeout=_DRAIN_S)
             for wait in late:
@@ -127,17 +139,16 @@ class ProcessHost:
         self._readers.pop(process.name.rank).close()
         return self.processes.remove(process)
 
-    async def end_all(self) -> None:
-        """End every process; also if only some of them were started."""
+    async def end_all(self) -> list[int]:
+        """End every process; also if only some of them were started. Return the pids left."""
         self._release_spare_fds()
         await self.drain_output(process.name for process in self.processes.ended)
-        for pid in self.processes.kill_all(within_s=_END_S):
-            self._log(f"process {pid} hangs in the kernel and could not be ended")
+        left = self.processes.kill_all(within_s=_END_S)
         self.check()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         for reader in self._readers.values():
             reader.close()
-        self.processes.release()
+        return left
 
     def _release_spare_fds(self) -> None:
         while self._spare_fds:

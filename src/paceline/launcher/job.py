@@ -1,4 +1,4 @@
-"""A job on this host: starts every process, watches them, and ends all of them together.
+"""A job: starts every process, watches them, and ends all of them together.
 
     start -> watch -> (one failed | interrupted | workers finished) -> stop -> clean up -> report
 
@@ -27,14 +27,9 @@ from pathlib import Path
 
 from paceline.control.coordinator.coordinator import Coordinator
 from paceline.control.transport.auth import load_secret
-from paceline.launcher.environment import (
-    SERVER_PATIENCE_S,
-    JobAddresses,
-    process_environ,
-    template_environ,
-)
+from paceline.launcher.environment import SERVER_PATIENCE_S, JobAddresses
 from paceline.launcher.hang import HangWatch
-from paceline.launcher.host import ProcessHost
+from paceline.launcher.hosts.job_hosts import JobHosts
 from paceline.launcher.job_registry import FoundJob, new_job_id
 from paceline.launcher.job_resources import JobResources
 from paceline.launcher.outcome import JobOutcome
@@ -48,7 +43,7 @@ from paceline.observe.telemetry.events import Event, Note, Preemptible, Recorded
 from paceline.observe.telemetry.wait_reports import WaitReport
 from paceline.runtime.config import EngineConfig
 from paceline.runtime.console import say
-from paceline.runtime.machine import OomCount, memory, usable_cores
+from paceline.runtime.machine import OomCount, memory
 from paceline.runtime.process_names import ProcessName, names
 
 # How long the cause of a consequence may take to exit: closing a large interpreter is slow.
@@ -80,8 +75,8 @@ class LocalJob:
         self.on_started: Callable[[], None] = lambda: None  # called when all are started
         self._board = Board(spec.process_names)
         callbacks = (self.on_end, self._on_change)
-        self._host = ProcessHost(spec, self._job_id, display, *callbacks, log=say)
-        self._processes = self._host.processes
+        self._hosts = JobHosts(spec, environ, self._job_id, display, *callbacks, log=say)
+        self._processes = self._hosts.processes
         self._starting: asyncio.Future[None] | None = None
         steps = spec.trace_in(environ)
         self._trace = TraceFile(steps) if steps is not None else None
@@ -104,17 +99,18 @@ class LocalJob:
         find = self._processes.find
         self._hangs = HangWatch(self._process_names, find, say, config.stacks_after_s)
         with ExitStack() as held:
-            held.callback(self._host.close)
+            held.callback(self._hosts.close)
             # First of all: the template imports torch while the launcher sets up the rest.
-            cores = usable_cores()
-            self._host.start_template(template_environ(environ, spec, self._job_id, cores=cores))
+            self._hosts.start_template()
             self._resources.open(held)
-            self._host.watch(self._resources.guard)
+            self._hosts.watch(self._resources.guard)
             try:
+                secret = load_secret(self._resources.secret_file)
+                await self._hosts.connect(secret, self._resources.directory)
                 self._where = self._resources.publish(await self._open_control(config))
                 await self._run_processes()
             finally:
-                await self._host.end_all()
+                await self._hosts.end_all()
                 asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
                 await self._close_control()
         return JobOutcome(
@@ -184,7 +180,7 @@ class LocalJob:
             self._on_event,
             liveness_s=config.liveness_s,
         )
-        return await self._coordinator.start("127.0.0.1", 0)
+        return await self._coordinator.start(self._hosts.address, 0)
 
     async def _close_control(self) -> None:
         if self._coordinator is not None:
@@ -210,13 +206,10 @@ class LocalJob:
         for name in self._spec.process_names:
             await self._start(name)
         if self._spec.elastic is None:
-            self._host.expect_no_more()
+            self._hosts.expect_no_more()
 
     async def _start(self, name: ProcessName) -> RankProcess:
-        output = self._resources.output(name)
-        cores = usable_cores()
-        environ = process_environ(self._environ, self._spec, name, self._where, cores=cores)
-        return await self._host.start(name, environ, output)
+        return await self._hosts.start(name, self._where, lambda: self._resources.output(name))
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -245,7 +238,7 @@ class LocalJob:
         """Wait for the cause to exit while all known failures are consequences."""
         deadline_s = time.monotonic() + CAUSE_GRACE_S
         while self._processes.running and not self._interrupts and time.monotonic() < deadline_s:
-            await self._host.drain_output(result.name for result in self._processes.failures())
+            await self._hosts.drain_output(result.name for result in self._processes.failures())
             if not all(result.is_consequence for result in self._processes.failures()):
                 return
             await self._next_change(within_s=deadline_s - time.monotonic())
@@ -332,7 +325,7 @@ class LocalJob:
 
     async def _stop(self) -> None:
         """Ask the running processes to exit: first the workers, then the servers."""
-        self._host.check()
+        self._hosts.check()
         table, interrupts = self._processes, len(self._interrupts)
         deadline_s = time.monotonic() + self._grace_s()
         table.ask_to_stop(table.workers)

@@ -38,6 +38,16 @@ def job_name(spec: RunSpec, job_id: str) -> str:
     return f"{last or 'job'}-{job_id[:4]}"
 
 
+def encode_spec(spec: RunSpec) -> msgspec.Raw:
+    """Return the options of a job as JSON, for another supervisor or the agent of a host."""
+    return msgspec.Raw(msgspec.json.encode(spec, enc_hook=str))
+
+
+def decode_spec(raw: msgspec.Raw) -> RunSpec:
+    """Return the options of a job; call in its working directory. Raises ConfigError."""
+    return msgspec.json.decode(raw, type=RunSpec, dec_hook=lambda _, text: Path(text))
+
+
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One running job."""
 
@@ -60,12 +70,11 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_spec(self, spec: RunSpec, environ: Mapping[str, str]) -> JobFacts:
         """Return these facts with what another supervisor needs to take over."""
-        raw = msgspec.Raw(msgspec.json.encode(spec, enc_hook=str))
-        return msgspec.structs.replace(self, spec=raw, environ=dict(environ))
+        return msgspec.structs.replace(self, spec=encode_spec(spec), environ=dict(environ))
 
     def run_spec(self) -> RunSpec:
         """Return the options of the job; call in its working directory, where its script is."""
-        return msgspec.json.decode(self.spec, type=RunSpec, dec_hook=lambda _, text: Path(text))
+        return decode_spec(self.spec)
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):

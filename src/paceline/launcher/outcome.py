@@ -36,7 +36,7 @@ def failure_report(
 ) -> str:
     """Return the report: the first cause with its last output, then a line per other process."""
     how = f"{first.status}, {why_killed}" if why_killed else str(first.status)
-    where = f"pid {first.pid}" + (f", whole output in {log_hint}" if log_hint else "")
+    where = _where(first, log_hint)
     text = [f"paceline: {first.name} failed first: {how} after {first.ran_s:.1f} s ({where})"]
     text += [f"  | {line}" for line in last_output(first)]
     for line, those in _grouped(results, first).items():
@@ -44,11 +44,16 @@ def failure_report(
     return "\n".join(text)
 
 
+def _where(result: ProcessResult, log_hint: str) -> str:
+    host = f" on host {result.host_name}" if result.host_name else ""
+    return f"pid {result.pid}{host}" + (f", whole output in {log_hint}" if log_hint else "")
+
+
 def why_killed(
     status: ExitStatus, before: OomCount, after: OomCount, memory: MemoryInfo
 ) -> str | None:
     """Return why a process got SIGKILL if the kernel left evidence; never guess."""
-    if status.signal != signal.SIGKILL:
+    if status.signal != signal.SIGKILL or status.text:
         return None
     evidence = after.evidence_since(before)
     if evidence is None:
@@ -198,7 +203,9 @@ class JobOutcome:
             return "\n".join([f"paceline: the job ended: {self.over}", *self._last_loss(log_dir)])
         if self.first is None:
             return None
-        why = why_killed(self.first.status, self.oom_before, self.oom_after, self.memory)
+        why = self.first.reason or why_killed(
+            self.first.status, self.oom_before, self.oom_after, self.memory
+        )
         log_hint = _log_hint(self.first, log_dir)
         return failure_report(self.results, self.first, why_killed=why, log_hint=log_hint)
 
@@ -208,8 +215,7 @@ class JobOutcome:
             return []
         last = self.lost[-1]
         hint = _log_hint(last, log_dir)
-        where = f"pid {last.pid}" + (f", whole output in {hint}" if hint else "")
-        how = f"{last.status} after {last.ran_s:.1f} s ({where})"
+        how = f"{last.status} after {last.ran_s:.1f} s ({_where(last, hint)})"
         return [
             f"paceline: the last loss was {last.name.role} {last.name.number}: {how}",
             *(f"  | {line}" for line in last_output(last)),

@@ -51,6 +51,11 @@ class Channel(Generic[M]):
         """How much of what was sent the peer has not read yet."""
         return self._writer.transport.get_write_buffer_size()
 
+    @property
+    def local_address(self) -> str:
+        """The address of this end of a TCP connection, without the port."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
     def send(self, message: Any) -> None:
         """Queue a message; PeerLost if the peer has not read for long."""
         payload = msgspec.msgpack.encode(message)

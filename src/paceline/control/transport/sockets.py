@@ -169,6 +169,16 @@ def retry_soon(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
+def die_soon(sock: socket.socket, within_s: float = 1.5) -> None:
+    """End a connection whose peer's machine or network is gone for this long.
+
+    It takes regular messages in both directions. A process that is merely stopped does not end its
+    connection: its kernel still acknowledges.
+    """
+    with contextlib.suppress(OSError):  # a Unix socket, or a kernel without it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(within_s * 1000))
+
+
 async def connect_unix(name: str) -> socket.socket:
     """Connect once to an abstract Unix socket; OSError when that fails."""
     return await _connect(socket.AF_UNIX, "\0" + name)

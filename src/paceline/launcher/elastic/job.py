@@ -68,8 +68,8 @@ class ElasticJob(LocalJob):
         self.plan: ElasticPlan = spec.elastic
         self.unit_size = mesh.unit_size if mesh is not None else 1
         self.control = CoordinatorProcess(self._job_id, self._on_news, self.log)
-        self.host, self.processes = self._host, self._processes
-        self.host.other_children = lambda: {self.control.pid}
+        self.hosts, self.processes = self._hosts, self._processes
+        self.hosts.here.other_children = lambda: {self.control.pid}
         self.newcomers = Newcomers(self._reserve, self._start_newcomer, self.unit_size)
         self.monitor = ProcessMonitor()
         self.silences = SilenceTracker()
@@ -117,6 +117,8 @@ class ElasticJob(LocalJob):
     async def _open_control(self, config: EngineConfig) -> str:
         # A worker may join from another host (`paceline join`) if PACELINE_BIND allows it.
         host = bind_address({**self._environ, **self._spec.env})
+        if self.hosts.has_others:
+            host = self.hosts.address
         has_servers = bool(self._spec.num_servers)
         arguments = coordinator_main.arguments(
             job_id=self._job_id,
@@ -131,7 +133,7 @@ class ElasticJob(LocalJob):
     async def _close_control(self) -> None:
         if self._polling is not None:
             self._polling.cancel()
-        self.host.expect_no_more()
+        self.hosts.expect_no_more()
         await self.control.close()
 
     async def _start_all(self) -> None:
@@ -154,7 +156,7 @@ class ElasticJob(LocalJob):
                 self._ended_unwatched.append(one.rank)
                 continue
             output.close_child_ends()
-            self.host.add(process)
+            self.hosts.here.add(process)
             self._board.add(one.name)
             self._on_started(process)
 
@@ -164,10 +166,11 @@ class ElasticJob(LocalJob):
         return process
 
     def _on_started(self, process: RankProcess) -> None:
-        record_process(self._resources.directory, process.name, process.pid)
+        if process.session is not None:  # another supervisor can only adopt those of this machine
+            record_process(self._resources.directory, process.name, process.pid)
         self._started.add(process.name.rank)
         self._process_names[process.name.rank] = process.name
-        self.monitor.add(process)
+        self.monitor.add(process, self.hosts.signs(process))
 
     async def _attach(self) -> None:
         """Subscribe to the coordinator; one that was restarted may know members already."""
@@ -197,7 +200,11 @@ class ElasticJob(LocalJob):
         return (await self.control.reserve("server" if slot[0] else "worker", slot[1])).rank
 
     async def _start_newcomer(self, name: ProcessName) -> None:
-        process = await self._start(name)
+        try:
+            process = await self._start(name)
+        except LaunchError as error:
+            self._policy.on_failed_start(name, str(error))
+            return
         self._board.add(name)
         self._board.set_state(name.rank, "starting")
         if self.is_ending:  # it missed the SIGTERM that the other processes got
@@ -245,7 +252,7 @@ class ElasticJob(LocalJob):
     async def _poll(self) -> None:
         """Check every process a few times per second, and report to the coordinator."""
         while True:
-            self.host.check()
+            self.hosts.check()
             now_s = time.monotonic()
             for rank, stopped_s in self.monitor.poll(self.processes.running, now_s).items():
                 self.control.report_seen(rank, stopped_s)

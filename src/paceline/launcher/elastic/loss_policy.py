@@ -119,7 +119,7 @@ class LossPolicy:
         deadline_s = time.monotonic() + _FAREWELL_S
         while rank not in self.left and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-        await job.host.drain_output([process.name])
+        await job.hosts.drain_output([process.name])
         if job.processes.has_traceback(process):
             process.status = ExitStatus(1)
         elif rank in self.left or rank in self._dismissed:
@@ -134,7 +134,7 @@ class LossPolicy:
         job, rank = self._job, process.name.rank
         job.control.report_end(rank, "finished", None)
         if rank in self._dismissed:
-            await job.host.drain_output([process.name])
+            await job.hosts.drain_output([process.name])
             self._remove(process)
             job.board.remove(process.name)
 
@@ -142,7 +142,7 @@ class LossPolicy:
         """Find out whether a process with an error was given up, or lost a peer of its unit."""
         job, name = self._job, process.name
         deadline_s = time.monotonic() + (_PEER_S if job.unit_size > 1 else _DECISION_S)
-        await job.host.drain_output([name])
+        await job.hosts.drain_output([name])
         while not self._is_consequence(name) and time.monotonic() < deadline_s:
             if not job.processes.is_consequence(process):
                 break
@@ -182,7 +182,7 @@ class LossPolicy:
             job.board.set_state(name.rank, _RETIRED)
         if job.was_member(name.rank):
             job.log_loss(name.rank, why, kind)
-        await job.host.drain_output([name])
+        await job.hosts.drain_output([name])
         result = self._remove(process)
         if kind.is_own:
             self.losses.append(result)
@@ -209,7 +209,7 @@ class LossPolicy:
 
     def _remove(self, process: RankProcess) -> ProcessResult:
         self._job.monitor.remove(process)
-        return self._job.host.remove(process)
+        return self._job.hosts.remove(process)
 
     # -- the end of the job --------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
+from typing import Protocol
 
 from paceline.launcher.processes.process import ExitStatus, RankProcess, process_state
 from paceline.runtime.formatting import memory_size
@@ -24,16 +25,35 @@ from paceline.runtime.process_names import ProcessName
 _STUCK_S = 8.0  # a silence that a busy machine does not explain
 
 
+class Signs(Protocol):
+    """What is known about one process."""
+
+    def poll(self, now_s: float) -> None:
+        """Read the state of the process now."""
+
+    def stopped_for_s(self, now_s: float) -> float | None:
+        """Return how long it has been stopped; None while it runs."""
+
+    def busy_s(self) -> float | None:
+        """Return its processor time, or None if it is unknown."""
+
+    def diagnosis(self, status: ExitStatus) -> str:
+        """Return how it ended, and the reason if the kernel shows one."""
+
+    def reason(self, status: ExitStatus) -> str:
+        """Return why the kernel killed it, or "" if it shows no reason."""
+
+
 class ProcessMonitor:
     """What is known about every process of this launcher, by rank."""
 
     def __init__(self) -> None:
-        self._signs: dict[int, ProcessSigns] = {}
+        self._signs: dict[int, Signs] = {}
         self._busy_s: dict[ProcessName, float] = {}  # processor time, also of ended processes
 
-    def add(self, process: RankProcess) -> None:
-        """Begin to watch a process."""
-        self._signs[process.name.rank] = ProcessSigns(process)
+    def add(self, process: RankProcess, signs: Signs | None = None) -> None:
+        """Begin to watch a process; `signs` has what another host reports about its own."""
+        self._signs[process.name.rank] = signs or ProcessSigns(process)
 
     def remove(self, process: RankProcess) -> None:
         self._signs.pop(process.name.rank, None)
@@ -45,7 +65,7 @@ class ProcessMonitor:
             signs = self._signs[process.name.rank]
             signs.poll(now_s)
             seen[process.name.rank] = signs.stopped_for_s(now_s)
-            busy_s = processor_s(process.pid) if process.name.is_server else None
+            busy_s = signs.busy_s() if process.name.is_server else None
             if busy_s is not None:
                 self._busy_s[process.name] = busy_s
         return seen
@@ -61,6 +81,11 @@ class ProcessMonitor:
         """Return how a process ended, and the reason if the kernel shows one."""
         assert process.status is not None
         return self._signs[process.name.rank].diagnosis(process.status)
+
+    def reason(self, process: RankProcess) -> str:
+        """Return why the kernel killed a process that has ended, or "" if it shows no reason."""
+        assert process.status is not None
+        return self._signs[process.name.rank].reason(process.status)
 
 
 class SilenceTracker:
@@ -121,6 +146,10 @@ class ProcessSigns:
         """Return how long it has been stopped; None while it runs."""
         return None if self._stopped_s is None else now_s - self._stopped_s
 
+    def busy_s(self) -> float | None:
+        """Return its processor time, or None if it is unknown."""
+        return processor_s(self._process.pid)
+
     def diagnosis(self, status: ExitStatus) -> str:
         """Return how it ended, and the reason if the kernel shows one."""
         if status.signal is None:
@@ -128,14 +157,21 @@ class ProcessSigns:
         text = f"killed by signal {int(status.signal)}"
         if status.signal != signal.SIGKILL:
             return f"{text} ({_name(status.signal)})"
+        reason = self.reason(status)
+        return f"{text}, {reason}" if reason else text
+
+    def reason(self, status: ExitStatus) -> str:
+        """Return why the kernel killed it, or "" if it shows no reason."""
+        if status.signal != signal.SIGKILL:
+            return ""
         if oom_kills(self._groups) > self._kills:
             limit, _ = memory_limit(self._groups)
             if limit is not None:
-                return f"{text}, memory cgroup limit {memory_size(limit)} reached"
-            return f"{text}, out of memory in its control group"
+                return f"memory cgroup limit {memory_size(limit)} reached"
+            return "out of memory in its control group"
         if OomCount.read().machine > self._machine_kills[0]:
-            return f"{text}, possibly out of memory: the OOM killer was active on this machine"
-        return text
+            return "possibly out of memory: the OOM killer was active on this machine"
+        return ""
 
 
 def _name(number: int) -> str:

@@ -1,8 +1,11 @@
-"""Reads what one process prints, for the display, the log file and the failure report.
+"""Reads what one process prints, and passes it to a sink.
 
-Reads are non-blocking and happen in the launcher's loop. While the display lags, the launcher does
-not read the pipe; the process then blocks in its own write. A file does not notify its reader: it
-is read several times a second, and has ended when its process has.
+On the launcher's host the sink is `ShownOutput`: the display, the log file and the failure report.
+On another host the agent sends the bytes to the launcher, which has a `ShownOutput` for them.
+
+Reads are non-blocking and happen in the loop. While the sink lags, the pipe is not read; the
+process then blocks in its own write. A file does not notify its reader: it is read several times a
+second, and has ended when its process has.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from paceline.launcher.processes.process import RankProcess
 from paceline.observe.display.display import Display
@@ -34,30 +38,40 @@ _CALLERS = re.compile(
 )
 
 
+class OutputSink(Protocol):
+    """Takes the output of one process."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it lags; then nothing is read for a while."""
+
+    def feed(self, is_error: bool, data: bytes) -> None:
+        """Take the next bytes of one stream."""
+
+    def finish(self, is_error: bool) -> None:
+        """Note the end of one stream."""
+
+
 class OutputReader:
     """Both output streams of one process; `done` is set when both have ended."""
 
-    def __init__(self, process: RankProcess, display: Display) -> None:
-        self._name = process.name
-        self._display = display
-        self._splitters: dict[int, LineSplitter] = {}
-        self._process = process
+    def __init__(self, process: RankProcess, sink: OutputSink) -> None:
+        self._process, self._sink = process, sink
         self._stderr_fd = process.output.stderr_fd
-        self._stacks = StackFilter()
+        self._open = {process.output.stdout_fd, process.output.stderr_fd}
         self.done = asyncio.Event()
-        for fd in {process.output.stdout_fd, process.output.stderr_fd}:
-            self._splitters[fd] = LineSplitter()
+        for fd in set(self._open):
             self._resume(fd)
 
     def close(self) -> None:
         """Read what is in the pipes now and stop; another process may hold their child end."""
-        for fd in list(self._splitters):
+        for fd in list(self._open):
             while self._read(fd):
                 pass
             self._end(fd)
 
     def _resume(self, fd: int) -> None:
-        if fd not in self._splitters:
+        if fd not in self._open:
             return
         if self._process.output.is_file:
             self._follow(fd)
@@ -66,15 +80,15 @@ class OutputReader:
 
     def _follow(self, fd: int) -> None:
         is_last = not self._process.is_running
-        while not self._display.is_behind and self._read(fd):
+        while not self._sink.is_behind and self._read(fd):
             pass
-        if is_last and not self._display.is_behind:
+        if is_last and not self._sink.is_behind:
             self._end(fd)
         else:
             asyncio.get_running_loop().call_later(_RETRY_S, self._resume, fd)
 
     def _on_readable(self, fd: int) -> None:
-        if self._display.is_behind:
+        if self._sink.is_behind:
             loop = asyncio.get_running_loop()
             loop.remove_reader(fd)
             loop.call_later(_RETRY_S, self._resume, fd)
@@ -83,51 +97,72 @@ class OutputReader:
 
     def _read(self, fd: int) -> bool:
         """Read one block; return false if there is nothing more to read now."""
-        if fd not in self._splitters:
+        if fd not in self._open:
             return False
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
             return False
-        is_file = self._process.output.is_file
         if not data:
-            if not is_file:
+            if not self._process.output.is_file:
                 self._end(fd)
             return False
-        if not is_file:  # the file itself is the log
-            self._display.log(self._name, data)
-        for line in self._splitters[fd].feed(data):
-            self._show(fd, line)
+        self._sink.feed(fd == self._stderr_fd, data)
         return True
 
     def _end(self, fd: int) -> None:
-        splitter = self._splitters.pop(fd, None)
-        if splitter is None:
+        if fd not in self._open:
             return
+        self._open.discard(fd)
         if not self._process.output.is_file:
             asyncio.get_running_loop().remove_reader(fd)
-        for line in splitter.finish():
-            self._show(fd, line)
-        self._flush_stacks()
-        if not self._splitters:
+        self._sink.finish(fd == self._stderr_fd)
+        if not self._open:
             self.done.set()
 
-    def _show(self, fd: int, line: str) -> None:
-        if fd != self._stderr_fd or not self._process.was_asked_for_stacks:
-            self._put(fd, line)
+
+class ShownOutput:
+    """Shows the output of one process on the display, and keeps its end for the failure report.
+
+    `is_logged`: the bytes also go to the log file, unless the process writes it itself.
+    """
+
+    def __init__(self, process: RankProcess, display: Display, *, is_logged: bool) -> None:
+        self._process, self._name, self._display = process, process.name, display
+        self._is_logged = is_logged
+        self._splitters = {False: LineSplitter(), True: LineSplitter()}  # by stream
+        self._stacks = StackFilter()
+
+    @property
+    def is_behind(self) -> bool:
+        return self._display.is_behind
+
+    def feed(self, is_error: bool, data: bytes) -> None:
+        if self._is_logged:
+            self._display.log(self._name, data)
+        for line in self._splitters[is_error].feed(data):
+            self._show(is_error, line)
+
+    def finish(self, is_error: bool) -> None:
+        for line in self._splitters[is_error].finish():
+            self._show(is_error, line)
+        self._flush_stacks()
+
+    def _show(self, is_error: bool, line: str) -> None:
+        if not is_error or not self._process.was_asked_for_stacks:
+            self._put(is_error, line)
             return
         for shown in self._stacks.feed(line):
-            self._put(fd, shown)
+            self._put(True, shown)
         if self._stacks.is_holding:
             asyncio.get_running_loop().call_later(_HOLD_S, self._flush_stacks)
 
     def _flush_stacks(self) -> None:
         """Show the lines that were held back: no line has followed them."""
         for line in self._stacks.finish():
-            self._put(self._stderr_fd, line)
+            self._put(True, line)
 
-    def _put(self, fd: int, line: str) -> None:
-        is_error = fd == self._stderr_fd
+    def _put(self, is_error: bool, line: str) -> None:
         if is_error:
             self._process.stderr_tail.append(line[:_KEEP_CHARACTERS])
         elif line.strip():

@@ -46,11 +46,13 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 class ExitStatus:
     """How a process ended: it exited with `code`, or `signal` killed it (then code is None).
 
-    Both are None if the status is UNKNOWN: the process was not a child of this one.
+    Both are None if the status is UNKNOWN: the process was not a child of this one. A process that
+    was lost with its host counts as killed; `text` then describes the loss.
     """
 
     code: int | None
     signal: int | None = None
+    text: str = ""
 
     @property
     def is_success(self) -> bool:
@@ -69,6 +71,8 @@ class ExitStatus:
         return 128 + self.signal if self.signal is not None else (self.code or 0)
 
     def __str__(self) -> str:
+        if self.text:
+            return self.text
         if self == UNKNOWN:
             return "ended with unknown status"
         if self.signal is None:
@@ -141,10 +145,17 @@ class ChildProcess:
         self.started_s = time.monotonic()
         self.stderr_tail: deque[str] = deque(maxlen=_KEEP_LINES)
         self.last_stdout = ""
+        self.host_name = ""  # of another host
+        self.reason = ""  # of its exit, if its host reported one
 
     @property
     def is_running(self) -> bool:
         return self.status is None
+
+    @property
+    def session(self) -> int | None:
+        """The session that it leads on this host; None if it runs on another host."""
+        return self.pid
 
     def check_ended(self) -> bool:
         """Return true once: at the first call after the process ended. Does not reap it."""
@@ -205,6 +216,11 @@ class ProcessOutput:
                 " limit of open files (ulimit -n)"
             ) from error
         return cls(made[0], made[1], is_file=False)
+
+    @classmethod
+    def elsewhere(cls) -> ProcessOutput:
+        """Return the output of a process on another host: nothing is read here."""
+        return cls((-1, -1), (-1, -1), is_file=False)
 
     @classmethod
     def file(cls, path: Path) -> ProcessOutput:

@@ -55,6 +55,8 @@ class ProcessResult:
     was_frozen: bool = False
     stderr_tail: Sequence[str] = ()
     last_stdout: str = ""
+    host_name: str = ""  # of another host
+    reason: str = ""  # of its exit, if its host reported one
 
     @property
     def has_failed(self) -> bool:
@@ -113,7 +115,8 @@ class ProcessTable(Generic[P]):
 
     def add(self, process: P) -> None:
         """Add a process that was just started, and put its session under guard."""
-        self.guard.watch(process.pid)
+        if process.session is not None:
+            self.guard.watch(process.session)
         self._processes[process.name.rank] = process
 
     def remove(self, process: P) -> ProcessResult:
@@ -123,7 +126,8 @@ class ProcessTable(Generic[P]):
         process.release()
         del self._processes[rank]
         self._ended.remove(rank)
-        self.guard.forget(process.pid)
+        if process.session is not None:
+            self.guard.forget(process.session)
         return result
 
     # -- watch -------------------------------------------------------------------------------
@@ -142,8 +146,8 @@ class ProcessTable(Generic[P]):
 
     @property
     def pids(self) -> set[int]:
-        """The pids of all processes, including ended ones that were not removed."""
-        return {process.pid for process in self._processes.values()}
+        """The pids of all processes on this host, also of ended ones that were not removed."""
+        return {p.session for p in self._processes.values() if p.session is not None}
 
     @property
     def workers(self) -> list[P]:
@@ -235,4 +239,6 @@ class ProcessTable(Generic[P]):
             was_frozen=rank in self._frozen,
             stderr_tail=tuple(process.stderr_tail),
             last_stdout=process.last_stdout,
+            host_name=process.host_name,
+            reason=process.reason,
         )

@@ -1,0 +1,249 @@
+"""The hosts of a job: where each process runs, and all of them in one table.
+
+A job on one machine has one host, this one. With --hosts, or inside an allocation of Slurm, other
+hosts have agents (hosts/connect.py, hosts/remote_host.py). A job asks JobHosts to start, remove and
+end processes, and never needs to know on which host one runs.
+
+Threads: the launcher's main thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+
+from paceline.errors import LaunchError
+from paceline.launcher.engines.choose import engine_for
+from paceline.launcher.environment import (
+    HostSettings,
+    JobAddresses,
+    process_environ,
+    template_environ,
+)
+from paceline.launcher.host import ProcessHost
+from paceline.launcher.hosts.connect import HostConnector, JobIdentity, make_invitation
+from paceline.launcher.hosts.host_environment import sent_environ, travelling_settings
+from paceline.launcher.hosts.host_list import HostSlots
+from paceline.launcher.hosts.placement import Placement
+from paceline.launcher.hosts.reach import is_this_host
+from paceline.launcher.hosts.remote_host import RemoteHost
+from paceline.launcher.job_registry import encode_spec
+from paceline.launcher.processes.guard import Sessions
+from paceline.launcher.processes.monitor import Signs
+from paceline.launcher.processes.output import ShownOutput
+from paceline.launcher.processes.process import ProcessOutput, RankProcess
+from paceline.launcher.processes.table import ProcessResult, ProcessTable
+from paceline.launcher.spec import RunSpec
+from paceline.observe.display.display import Display
+from paceline.runtime.config import DEFAULT_BIND_ADDRESS
+from paceline.runtime.machine import usable_cores
+from paceline.runtime.process_names import ProcessName
+
+
+class JobHosts:
+    """All hosts of one job; `on_end` is called once for each process that has ended."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        environ: Mapping[str, str],
+        job_id: str,
+        display: Display,
+        on_end: Callable[[RankProcess], None],
+        on_change: Callable[[], None],
+        *,
+        log: Callable[[str], None],
+    ) -> None:
+        self._spec, self._environ, self._job_id = spec, environ, job_id
+        self._display, self._on_change, self._log = display, on_change, log
+        self.processes: ProcessTable[RankProcess] = ProcessTable(job_id, on_end)
+        self.here = ProcessHost(spec, self.processes, self._sink, on_change, log=log)
+        self.placement: Placement | None = spec.placement
+        self._here_index: int | None = None  # of this machine in the placement
+        self._connector: HostConnector | None = None
+        self._remotes: dict[int, RemoteHost] = {}
+        self._host_of: dict[int, RemoteHost] = {}  # by rank, of processes on other hosts
+        self.address = DEFAULT_BIND_ADDRESS  # of this machine, for the other hosts
+        self._where: JobAddresses
+
+    def _sink(self, process: RankProcess) -> ShownOutput:
+        return ShownOutput(process, self._display, is_logged=not process.output.is_file)
+
+    # -- start -------------------------------------------------------------------------------
+
+    def start_template(self) -> None:
+        """Begin to import what processes on this machine will need."""
+        if self._has_processes_here():
+            self.here.start_template(self._template_environ(self._environ))
+
+    def _template_environ(self, base: Mapping[str, str]) -> dict[str, str]:
+        return template_environ(base, self._spec, self._job_id, cores=usable_cores())
+
+    def _has_processes_here(self) -> bool:
+        if self.placement is None:
+            return True
+        here = [i for i, host in enumerate(self.placement.hosts) if is_this_host(host.name)]
+        self._here_index = here[0] if here else None
+        return self._here_index in self._needed_hosts()
+
+    def _needed_hosts(self) -> Collection[int]:
+        """Return the hosts that run processes; of an elastic job also those that may."""
+        assert self.placement is not None
+        is_elastic = self._spec.elastic is not None
+        return range(len(self.placement.hosts)) if is_elastic else self.placement.used_hosts()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether processes of the job run on other hosts."""
+        return bool(self._remotes)
+
+    def watch(self, guard: Sessions) -> None:
+        """Put the processes of this machine under this guard, and notice exits from now on."""
+        self.here.watch(guard)
+
+    async def connect(self, secret: bytes, directory: Path) -> None:
+        """Connect to the agents of all other hosts; raises LaunchError with all their problems."""
+        if self.placement is None:
+            return
+        others = {
+            index: host
+            for index, host in enumerate(self.placement.hosts)
+            if index != self._here_index and index in self._needed_hosts()
+        }
+        if not others:
+            return
+        engine = engine_for(self._spec, self._environ, directory)
+        identity = JobIdentity(self._job_id, secret)
+        self._connector = HostConnector(identity, engine, self._make_remote, self._log)
+
+        def invitation(index: int, addresses: Iterable[str]) -> bytes:
+            return make_invitation(
+                identity,
+                index,
+                others[index],
+                tuple(addresses),
+                spec=encode_spec(self._spec),
+                environ=self._template_environ(travelling_settings(self._environ)),
+            )
+
+        self._remotes = self._connector.connected.remotes
+        is_host = self._here_index in self._needed_hosts()
+        with self.here.reaping_paused():  # the engine's commands are children too
+            found = await self._connector.connect(others, invitation, probes_from_here=is_host)
+        own = self.here.other_children
+        commands = self._connector
+        self.here.other_children = lambda: {*own(), *commands.pids}
+        self.address = found.launcher
+        for line in (*self.placement.lines(), *self.placement.notes()):
+            self._log(line)
+
+    def _make_remote(self, host: HostSlots) -> RemoteHost:
+        return RemoteHost(host, self.processes, self._sink, self._changed, log=self._log)
+
+    def _changed(self) -> None:
+        """A process of another host may have ended."""
+        self.processes.check()
+        self._on_change()
+
+    async def start(
+        self, name: ProcessName, where: JobAddresses, output: Callable[[], ProcessOutput]
+    ) -> RankProcess:
+        """Start a process on its host; raises LaunchError. `output` is for this machine."""
+        settings = self._settings(name)
+        if settings is None or settings.place.host_index == self._here_index:
+            environ = process_environ(
+                self._environ, self._spec, name, where, cores=usable_cores(), host=settings
+            )
+            return await self.here.start(name, environ, output())
+        remote = self._remotes.get(settings.place.host_index)
+        if remote is None:
+            raise LaunchError(f"{name}: its host has no agent")
+        sent = sent_environ(self._environ, self._spec, name, where, settings)
+        process = await remote.start(name, sent)
+        self._host_of[name.rank] = remote
+        return process
+
+    def _settings(self, name: ProcessName) -> HostSettings | None:
+        """Return what a process must know about its host; None if the job has one machine."""
+        if self.placement is None or self._connector is None:
+            return None
+        if name.is_newcomer:
+            self._place_newcomer(name)
+        placement = self.placement
+        index = placement.host_of(name)
+        return HostSettings(
+            place=placement.place(name),
+            address=self._address_of(index),
+            master_address=self._address_of(placement.host_of(ProcessName(0, 0))),
+            cores=self._cores_of(index),
+        )
+
+    def _place_newcomer(self, name: ProcessName) -> None:
+        assert self.placement is not None
+        living = {index for index, remote in self._remotes.items() if remote.is_alive}
+        if self._here_index is not None:
+            living.add(self._here_index)
+        running = [process.name.slot for process in self.processes.running]
+        host = self.placement.host_for_newcomer(name, living, running)
+        if host is None:
+            raise LaunchError(f"{name.role} {name.number}: no host has a free slot")
+        self.placement = self.placement.with_newcomer(name, host, running)
+
+    def _address_of(self, index: int) -> str:
+        assert self._connector is not None
+        return self._connector.connected.addresses.get(index, self.address)
+
+    def _cores_of(self, index: int) -> int:
+        assert self._connector is not None
+        facts = self._connector.connected.facts.get(index)
+        return usable_cores() if facts is None else facts.cores
+
+    def expect_no_more(self) -> None:
+        """End the templates: no further process will be started."""
+        self.here.expect_no_more()
+        for remote in self._remotes.values():
+            remote.expect_no_more()
+
+    # -- watch -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Notice exits since the last call, and reap orphans."""
+        self.here.check()
+
+    def signs(self, process: RankProcess) -> Signs | None:
+        """Return what the host of a process reports about it; None if it runs here."""
+        host = self._host_of.get(process.name.rank)
+        return None if host is None else host.signs(process)
+
+    async def drain_output(self, those: Iterable[ProcessName]) -> None:
+        """Wait a moment until the output of ended processes is read."""
+        names = list(those)
+        waits = [remote.drain_output(names) for remote in self._remotes.values()]
+        await asyncio.gather(self.here.drain_output(names), *waits)
+
+    # -- end ---------------------------------------------------------------------------------
+
+    def remove(self, process: RankProcess) -> ProcessResult:
+        """Remove one that has ended while the job continues; what it started ends as well."""
+        host = self._host_of.pop(process.name.rank, None) or self.here
+        return host.remove(process)
+
+    async def end_all(self) -> None:
+        """End every process on every host; also if only some of them were started."""
+        remotes = [remote.end_all() for remote in self._remotes.values()]
+        for pid in await self.here.end_all():
+            self._log(f"process {pid} hangs in the kernel and could not be ended")
+        for remote, pids in zip(
+            self._remotes.values(), await asyncio.gather(*remotes), strict=True
+        ):
+            for pid in pids:
+                self._log(f"host {remote.host.name}: process {pid} could not be ended")
+        self.processes.check()
+        self.processes.release()
+        if self._connector is not None:
+            await self._connector.close()
+
+    def close(self) -> None:
+        """End the template and the guard; call last."""
+        self.here.close()
