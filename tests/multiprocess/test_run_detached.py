@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_support import COMMAND, END_S, Workbench, is_alive, wait_until
+from run_support import COMMAND, END_S, Workbench, is_alive, read_until, wait_until
 
 from paceline.observe.telemetry.events import RunEnded, RunStarted
 from paceline.observe.telemetry.file_formats import EventReader
@@ -157,17 +157,8 @@ def test_a_worker_joins_by_hand(bench: Workbench) -> None:
             re.findall(r"coordinator (\S+),", _status(bench)),
         )
         job_id = re.findall(r"\(id (\w+),", _status(bench))[0]
-        with subprocess.Popen(
-            [
-                *(*COMMAND, "join", "--coordinator", address[0], "--secret-file", secret[0]),
-                *(job_id, script),
-            ],
-            cwd=bench.path,
-            env=bench.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as joined:
+        command = ("join", "--coordinator", address[0], "--secret-file", secret[0], job_id, script)
+        with _joined(bench, *command) as joined:
             wait_until(lambda: _size(bench) == "2", within_s=80)
             full = bench.run("join", script)
             assert full.returncode == 1 and "the most that it may have (--max 2)" in full.stderr
@@ -178,3 +169,45 @@ def test_a_worker_joins_by_hand(bench: Workbench) -> None:
         assert launcher.returncode == 0, said
     assert f"joining job {job_id} as worker 1" in errors and "worker 1 is done" in output
     assert re.search(rf"worker 1 \(host \S+, pid {joined.pid}\) joined", said)
+
+
+def _joined(bench: Workbench, *command: str) -> subprocess.Popen[str]:
+    """Start `paceline join` in the background."""
+    return subprocess.Popen(
+        [*COMMAND, *command],
+        cwd=bench.path,
+        env=bench.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+_SLOW_EXIT = """
+    import atexit, os, pathlib, time
+
+    def linger():  # after the worker has left the job
+        while not pathlib.Path("exit").exists():
+            time.sleep(0.02)
+
+    if os.environ.get("PACELINE_JOINS"):
+        atexit.register(linger)
+"""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
+def test_a_worker_that_joined_by_hand_may_take_long_to_exit(bench: Workbench) -> None:
+    """The launcher gives it more than --grace: it was not asked to stop, it exits by itself."""
+    script = bench.script(_SLOW_EXIT + _TRAIN)
+    with bench.started("run", "-n", "1", "--max", "2", "--grace", "0", script) as launcher:
+        bench.wait_for_files("pid-0")
+        with _joined(bench, "join", script) as joined:
+            wait_until(lambda: _size(bench) == "2", within_s=80)
+            (bench.path / "finish").touch()
+            said = read_until(launcher.stderr, f"pid {joined.pid}) to exit")
+            (bench.path / "exit").touch()
+            output, errors = joined.communicate(timeout=END_S)
+        assert joined.returncode == 0, errors
+        assert "worker 1 is done" in output
+        assert launcher.wait(END_S) == 0, said

@@ -52,7 +52,9 @@ class Story(Job):
         pids = [self.pid(one) for one in who]  # before: looking takes time
         self.happens()
         for pid in pids:
-            os.kill(pid, number)
+            # If the launcher is one of them, the kernel kills the others with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def stop(self, who: str) -> int:
         """Stop a process (SIGSTOP); return its pid for `go_on`."""

@@ -72,6 +72,8 @@ class Job:
         self._launch("attach")
 
     def _launch(self, *words: str, env: Mapping[str, str] | None = None) -> None:
+        if self._launcher is not None:
+            self._launcher.wait(10 * PATIENCE)  # it was killed, and is still to be reaped
         self._launcher = subprocess.Popen(
             [*self.prefix, *COMMAND, *words],
             cwd=self.directory,

@@ -30,7 +30,7 @@ from paceline.control.transport.auth import load_secret
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.elastic.coordinator_process import CoordinatorProcess, policy_of
 from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
-from paceline.launcher.elastic.loss_policy import LossPolicy
+from paceline.launcher.elastic.loss_policy import LEAVE_S, LossPolicy
 from paceline.launcher.elastic.replacements import Newcomers, Slot
 from paceline.launcher.environment import SERVER_PATIENCE_S
 from paceline.launcher.job import LocalJob
@@ -48,6 +48,7 @@ from paceline.runtime.config import EngineConfig, bind_address, process_start
 from paceline.runtime.process_names import ProcessName
 
 _POLL_S = 0.25
+_REPORT_S = 2.0  # a longer wait for a process is reported
 _SETTLE_S = 1.0  # for tasks that are under way when the job is over
 
 
@@ -242,11 +243,21 @@ class ElasticJob(LocalJob):
         return set(workers) - self._started - self._policy.left - self.event_log.lost_ranks
 
     async def _await_guests(self) -> None:
-        """Wait for workers that `paceline join` started on this host and that have left."""
-        deadline_s = time.monotonic() + self._spec.grace_s
+        """Wait for workers that `paceline join` started on this host and that have left.
+
+        They were not asked to stop, so --grace does not count: on a busy machine an exit is slow.
+        """
+        started_s, was_reported = time.monotonic(), False
         guests = [self.event_log.members[rank] for rank in self._policy.left - self._started]
-        here = [guest.pid for guest in guests if guest.hostname == socket.gethostname()]
-        while any(process_start(pid) for pid in here) and time.monotonic() < deadline_s:
+        here = [guest for guest in guests if guest.hostname == socket.gethostname()]
+        while late := [guest for guest in here if process_start(guest.pid)]:
+            waited_s = time.monotonic() - started_s
+            if self._interrupts or waited_s > LEAVE_S:
+                return
+            if waited_s > _REPORT_S and not was_reported:
+                was_reported = True
+                names = ", ".join(self.event_log.name(guest.rank) for guest in late)
+                self.log(f"waiting for {names} to exit")
             await asyncio.sleep(0.05)
 
     async def _poll(self) -> None:

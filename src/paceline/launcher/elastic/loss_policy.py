@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.launcher.elastic.job import ElasticJob
 
 _RETIRED = "retired with its unit"  # the state of a process that ends with its unit
-_LEAVE_S = 30.0  # for one that is out of the job to exit by itself, on a busy machine
+LEAVE_S = 30.0  # for one that is out of the job to exit by itself, on a busy machine
 _PEER_S = 10.0  # for the loss to be seen of which a worker has died
 _DECISION_S = 3.0  # for the coordinator to report what follows from the last worker's loss
 _FAREWELL_S = 0.5  # for the coordinator to report that an adopted process had left
@@ -54,7 +54,7 @@ class LossPolicy:
 
     def on_dismissed(self, rank: int) -> None:
         """A process is no longer wanted, and leaves."""
-        self._dismissed[rank] = time.monotonic() + _LEAVE_S
+        self._dismissed[rank] = time.monotonic() + LEAVE_S
 
     def on_left(self, rank: int, why: str, kind: LossKind | None) -> None:
         """A process has left the job, and exits."""
@@ -65,7 +65,7 @@ class LossPolicy:
     def on_lost(self, rank: int, why: str, kind: LossKind) -> None:
         """The coordinator counts a process as lost; one that has left exits by itself."""
         if rank in self.left:
-            self._leaving[rank] = time.monotonic() + _LEAVE_S
+            self._leaving[rank] = time.monotonic() + LEAVE_S
         else:
             self.evict(rank, why, kind)
 
