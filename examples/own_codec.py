@@ -25,7 +25,7 @@ class Cut(Codec):
     def num_bytes(self, count: int) -> int:
         return 2 * count
 
-    def squeeze(self, values: torch.Tensor, payload: torch.Tensor, draw: Draw) -> None:
+    def compress(self, values: torch.Tensor, payload: torch.Tensor, draw: Draw) -> None:
         payload.view(torch.bfloat16).copy_(values)
         payload.view(torch.int16).bitwise_and_(self.mask)
 

@@ -48,14 +48,14 @@ class Turns(Method):
     def is_due(self) -> bool:
         return self.steps >= (self.rounds + 1) * int(self.setting.pace.value)
 
-    def meet(self) -> None:
+    def run_round(self) -> None:
         """Receive into separate memory: if a worker is lost meanwhile, this is called again."""
         giver = self.rounds % self.workers.size
         self.received = [bucket.params.clone() for bucket in self.buckets]
         for values in self.received:
             self.workers.broadcast(values, giver)
 
-    def conclude(self) -> None:
+    def apply_round(self) -> None:
         for bucket, values in zip(self.buckets, self.received, strict=True):
             bucket.params.copy_(values)
             self.means[str(bucket.index)].lerp_(values, self.weight)

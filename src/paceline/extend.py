@@ -20,11 +20,13 @@ To use a pace from the command line, put it into a package with an entry point o
 
 from __future__ import annotations
 
+from typing import Any
+
 from paceline.comm.group import Group
-from paceline.compress.codec import Codec, Ground, Layout, Segment, Span
-from paceline.compress.journey import Journey
+from paceline.compress.codec import Codec, CodecContext, Layout, Segment, Span
 from paceline.compress.kernels import Draw
 from paceline.compress.packet import Packet
+from paceline.compress.reduction import CompressedReduction
 from paceline.compress.registry import CodecSpec
 from paceline.compress.registry import register as register_codec
 from paceline.options.grammar import ABOVE_0, COUNT, FROM_0, SHARE, WHOLE, Number, Option
@@ -33,6 +35,7 @@ from paceline.pace.method import Method, Setting
 from paceline.pace.parse import PaceSpec
 from paceline.pace.registry import Pace
 from paceline.pace.registry import register as register_pace
+from paceline.runtime.deprecation import warn_renamed
 from paceline.runtime.work import Work
 from paceline.state.protocol import Change, Part, State
 
@@ -49,9 +52,9 @@ __all__ = [
     "Draw",
     "Exchange",
     "ExchangeTraits",
-    "Ground",
+    "CodecContext",
     "Group",
-    "Journey",
+    "CompressedReduction",
     "Layout",
     "Method",
     "Number",
@@ -68,3 +71,13 @@ __all__ = [
     "register_codec",
     "register_pace",
 ]
+
+_RENAMED = {"Ground": "CodecContext", "Journey": "CompressedReduction"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what an old name stands for, with a DeprecationWarning."""
+    if name in _RENAMED:
+        warn_renamed(f"paceline.extend.{name}", _RENAMED[name])
+        return globals()[_RENAMED[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

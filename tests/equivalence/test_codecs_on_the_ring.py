@@ -187,7 +187,7 @@ class Bytes(Codec):
     def num_bytes(self, count: int) -> int:
         return 4 + count
 
-    def squeeze(self, values: torch.Tensor, payload: torch.Tensor, draw: Draw) -> None:
+    def compress(self, values: torch.Tensor, payload: torch.Tensor, draw: Draw) -> None:
         del draw
         scale = values.abs().max() / 127
         payload[:4].view(torch.float32).fill_(float(scale))

@@ -45,12 +45,12 @@ class Anchored(Method):
     def is_due(self) -> bool:
         return self.steps >= (self.rounds + 1) * int(self.setting.pace.value)
 
-    def meet(self) -> None:
+    def run_round(self) -> None:
         self.means = [torch.empty_like(bucket.params) for bucket in self.buckets]
         for bucket, mean in zip(self.buckets, self.means, strict=True):
             self.workers.all_reduce(bucket.params, "mean", out=mean)
 
-    def conclude(self) -> None:
+    def apply_round(self) -> None:
         self.turn += 1
         kept = zip(self.buckets, self.means, self.anchors, self.missed, strict=True)
         for bucket, mean, anchor, missed in kept:

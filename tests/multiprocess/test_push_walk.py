@@ -36,7 +36,7 @@ def train(_group: object) -> list[str]:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = pl.distribute(model, optimizer, pace="ps")
-    walk = Passages(ServerExchange.submit, ServerExchange.call_roll)
+    walk = Passages(ServerExchange.submit, ServerExchange.reduce_used_mask)
     for _ in range(STEPS):
         with walk:
             model(torch.ones(4, 8)).sum().backward()

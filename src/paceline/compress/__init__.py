@@ -1,7 +1,7 @@
 """Codecs: what is sent instead of float32. One file for each family.
 
     codec.py       the interface, and the layout of a flat tensor; registry.py: codecs by name
-    journey.py     the exchange of one compressed flat tensor between workers
+    reduction.py   the exchange of one compressed flat tensor between workers
     packet.py      the message to a server in place of a flat tensor
     quantizers.py  fewer bits per number: fp16, bf16, int8, int4, onebit
     sparsifiers.py, dgc.py    fewer numbers: topk, randomk, dgc

@@ -5,14 +5,14 @@ their numbers. A codec from outside the package needs no more than this:
 
     class Half(Codec):
         def num_bytes(self, count): return 2 * count
-        def squeeze(self, values, payload, draw): payload.view(torch.float16).copy_(values)
+        def compress(self, values, payload, draw): payload.view(torch.float16).copy_(values)
         def decode(self, payload, out): out.copy_(payload.view(torch.float16))
 
     paceline.extend.register_codec("half", Half)            # then use compress="half"
 
 With error feedback, the difference between the values and the payload is kept in a RESIDUAL and
-added to the values of the next step: nothing is lost, it is sent later. A JOURNEY (journey.py) is
-the compressed exchange of one flat tensor between the workers; a codec may define its own.
+added to the values of the next step: nothing is lost, it is sent later. A REDUCTION (reduction.py)
+is the compressed all-reduce of one flat tensor among the workers; a codec may define its own.
 
 A LAYOUT lists the parts of a flat tensor that are compressed. Small tensors (biases, norms) are
 sent uncompressed: they are few bytes, and compression hurts them most. Adjacent large tensors form
@@ -33,10 +33,11 @@ import torch
 from paceline.compress.kernels import Draw
 from paceline.compress.registry import CODECS, CodecSpec
 from paceline.errors import UsageError
+from paceline.runtime.deprecation import RenamedMethods
 
 if TYPE_CHECKING:
-    from paceline.compress.journey import Journey
     from paceline.compress.packet import Packet
+    from paceline.compress.reduction import CompressedReduction
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -122,17 +123,17 @@ def plan(segments: Sequence[Segment], size: int, first: int, min_elements: int) 
 
 
 @dataclass(frozen=True)
-class Ground:
-    """The arguments of a journey or a packet."""
+class CodecContext:
+    """What a reduction or a packet of this codec is made with."""
 
     layout: Layout
     allocate: Allocate
     rank: int  # of this worker, to seed its own random numbers
     is_elastic: bool = False  # an exchange may be repeated with other workers
-    num_workers: int = 1  # for a packet; a journey gets the group
+    num_workers: int = 1  # for a packet; a reduction gets the group
 
 
-class Codec:
+class Codec(RenamedMethods, renamed={"squeeze": "compress", "journey": "reduction"}):
     """Base class of all codecs; float32 only. Main thread only."""
 
     def __init__(self, spec: CodecSpec) -> None:
@@ -153,17 +154,17 @@ class Codec:
     ) -> None:
         """Write values + residual to `payload` (uint8), and the encoding error to `residual`.
 
-        The default implementation uses `squeeze` and `decode`.
+        The default implementation uses `compress` and `decode`.
         """
         wanted = values if residual is None else values + residual
-        self.squeeze(wanted, payload, draw)
+        self.compress(wanted, payload, draw)
         if residual is not None:
             self.decode(payload, residual)
             torch.sub(wanted, residual, out=residual)
             # The receiver reports numbers that are not finite; they must not stay in the residual.
             residual.nan_to_num_(0.0, 0.0, 0.0)
 
-    def squeeze(self, values: torch.Tensor, payload: torch.Tensor, draw: Draw) -> None:
+    def compress(self, values: torch.Tensor, payload: torch.Tensor, draw: Draw) -> None:
         """Write values to `payload`."""
         raise NotImplementedError
 
@@ -181,17 +182,17 @@ class Codec:
         if len(payloads) > 1:
             out.div_(len(payloads))
 
-    def journey(self, ground: Ground) -> Journey:
-        """Return the exchange of one flat tensor; the default all-gathers the payloads."""
-        from paceline.compress.journey import AllGatherJourney
+    def reduction(self, context: CodecContext) -> CompressedReduction:
+        """Return the compressed all-reduce of one flat tensor; the default all-gathers payloads."""
+        from paceline.compress.reduction import AllGatherReduction
 
-        return AllGatherJourney(self, ground)
+        return AllGatherReduction(self, context)
 
-    def packet(self, ground: Ground) -> Packet:
+    def packet(self, context: CodecContext) -> Packet:
         """Return the message to a server in place of one flat tensor."""
         from paceline.compress.packet import Packet
 
-        return Packet(self, ground)
+        return Packet(self, context)
 
     def find_problem(self, optimizer: torch.optim.Optimizer) -> str:
         """Return why this optimizer cannot be used with the codec; "" if it can."""

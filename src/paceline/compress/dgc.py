@@ -18,10 +18,10 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.compress import sparse_format as sparse
-from paceline.compress.codec import Ground, make_codec
-from paceline.compress.journey import AllGatherJourney
+from paceline.compress.codec import CodecContext, make_codec
 from paceline.compress.kernels import Draw
 from paceline.compress.packet import Packet
+from paceline.compress.reduction import AllGatherReduction
 from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.compress.sparsifiers import TopK
 from paceline.runtime.work import Work
@@ -70,11 +70,11 @@ class DeepGradient(TopK):
         velocity.index_fill_(0, indices.long(), 0.0)
         self.pack(payload, values.numel(), indices, chosen, residual, draw)
 
-    def journey(self, ground: Ground) -> AllGatherJourney:
-        return _MomentumJourney(self, ground)
+    def reduction(self, context: CodecContext) -> AllGatherReduction:
+        return _MomentumReduction(self, context)
 
-    def packet(self, ground: Ground) -> Packet:
-        return _MomentumPacket(self, ground)
+    def packet(self, context: CodecContext) -> Packet:
+        return _MomentumPacket(self, context)
 
     def find_problem(self, optimizer: torch.optim.Optimizer) -> str:
         if not self.momentum:
@@ -90,13 +90,13 @@ class DeepGradient(TopK):
         )
 
 
-class _MomentumJourney(AllGatherJourney):
-    """A journey with a momentum."""
+class _MomentumReduction(AllGatherReduction):
+    """A reduction with a momentum."""
 
     codec: DeepGradient
 
-    def __init__(self, codec: DeepGradient, ground: Ground) -> None:
-        super().__init__(codec, ground)
+    def __init__(self, codec: DeepGradient, context: CodecContext) -> None:
+        super().__init__(codec, context)
         self._velocity = torch.zeros(self.layout.size)
         self._share = codec.share
         self._num_workers = 1
@@ -136,11 +136,11 @@ class _MomentumPacket(Packet):
 
     codec: DeepGradient
 
-    def __init__(self, codec: DeepGradient, ground: Ground) -> None:
-        super().__init__(codec, ground)
+    def __init__(self, codec: DeepGradient, context: CodecContext) -> None:
+        super().__init__(codec, context)
         self._velocity = torch.zeros(self.layout.size)
         self._share = codec.share_at(0)
-        self._num_workers = ground.num_workers
+        self._num_workers = context.num_workers
         self.resize(make_codec(parse_codec(self.form)))
 
     @property

@@ -17,9 +17,9 @@ from itertools import pairwise
 
 import torch
 
-from paceline.compress.codec import Codec, Ground, Layout, Span
-from paceline.compress.journey import MEASURE_EVERY
+from paceline.compress.codec import Codec, CodecContext, Layout, Span
 from paceline.compress.kernels import Draw
+from paceline.compress.reduction import MEASURE_EVERY
 from paceline.observe.telemetry.traffic import CodecStats
 
 
@@ -59,12 +59,12 @@ class PacketFormat:
 class Packet:
     """The message of one worker to one server for one flat tensor. Main thread only."""
 
-    def __init__(self, codec: Codec, ground: Ground) -> None:
-        self.codec, self.layout = codec, ground.layout
+    def __init__(self, codec: Codec, context: CodecContext) -> None:
+        self.codec, self.layout = codec, context.layout
         self.residual = torch.zeros(self.layout.size) if codec.has_feedback else None
         self.account = CodecStats()
         self.contents = PacketFormat(codec, self.layout)
-        self._allocate, self._rank = ground.allocate, ground.rank
+        self._allocate, self._rank = context.allocate, context.rank
         self.payload = self._allocate(self.contents.num_bytes, torch.uint8)
         self.key: int | None = None  # of the step whose values it contains
         self.num_filled = 0

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.compress.codec import Codec, Ground, Layout, Span
-from paceline.compress.journey import Journey
+from paceline.compress.codec import Codec, CodecContext, Layout, Span
 from paceline.compress.kernels import Draw
+from paceline.compress.reduction import CompressedReduction
 from paceline.runtime.work import Work
 
 
@@ -34,8 +34,8 @@ class PowerSGD(Codec):
         """The number of columns of the factors."""
         return int(self.spec.value)
 
-    def journey(self, ground: Ground) -> Journey:
-        return _PowerSGDJourney(self, ground)
+    def reduction(self, context: CodecContext) -> CompressedReduction:
+        return _PowerSGDReduction(self, context)
 
     def shape(self, size: torch.Size) -> tuple[int, int] | None:
         """Return the matrix shape of a tensor; None if it is sent uncompressed."""
@@ -64,14 +64,16 @@ class _LowRankMatrix:
         return self.span.of(flat).view(self.shape)
 
 
-class _PowerSGDJourney(Journey):
-    """A journey that averages the left factors, then the right factors."""
+class _PowerSGDReduction(CompressedReduction):
+    """A reduction that averages the left factors, then the right factors."""
 
     codec: PowerSGD
 
-    def __init__(self, codec: PowerSGD, ground: Ground) -> None:
-        layout = _only_matrices(codec, ground.layout)
-        super().__init__(codec, Ground(layout, ground.allocate, ground.rank, ground.is_elastic))
+    def __init__(self, codec: PowerSGD, context: CodecContext) -> None:
+        layout = _only_matrices(codec, context.layout)
+        super().__init__(
+            codec, CodecContext(layout, context.allocate, context.rank, context.is_elastic)
+        )
         self._matrices = []
         for span, size in layout.matrices:
             shape = codec.shape(size)

@@ -7,14 +7,14 @@
     onebit       2048 numbers: the mean of the positive and of the negative ones, and a sign each
                  (Seide et al. 2014)
 
-SlicedJourney. Payloads can be split between any two blocks, so the workers share the work of
+SlicedReduction. Payloads can be split between any two blocks, so the workers share the work of
 averaging: each worker receives its SLICE of the blocks of all workers (all-to-all), averages them
 into one row, and sends the row to all workers (all-gather). Each sends 2 (n - 1) / n of a payload,
 as in a ring, and averages only its slice. The rounding error of the row goes into the residual of
 the worker that made it.
 
-SharedScalesJourney: int8 with scales that all workers share, summed as bytes on the ring. First the
-workers agree on the largest absolute value in each block of 256 numbers (an all-reduce with MAX of
+SharedScalesReduction: int8 with scales that all workers share, summed as bytes on the ring. First,
+workers agree on the largest absolute value of each block of 256 numbers (an all-reduce with MAX of
 `block_absmax`). Then each worker quantizes its numbers in steps of 1/L of it, with L =
 `levels_for(workers)` = 127 / workers, so that sums fit into a byte, and the engine sums bytes. One
 byte per number in both directions; the more workers, the coarser. If a block contains a number that
@@ -32,9 +32,9 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.compress import blocks
-from paceline.compress.codec import Codec, Ground, Span
-from paceline.compress.journey import Journey
+from paceline.compress.codec import Codec, CodecContext, Span
 from paceline.compress.kernels import Draw
+from paceline.compress.reduction import CompressedReduction
 from paceline.compress.registry import CodecSpec
 from paceline.runtime.work import Work
 
@@ -61,10 +61,10 @@ class BlockCodec(Codec):
     def mean(self, payloads: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         blocks.mean(self.format.name, payloads, out)
 
-    def journey(self, ground: Ground) -> Journey:
+    def reduction(self, context: CodecContext) -> CompressedReduction:
         if self.spec.text("scales") == "shared":
-            return SharedScalesJourney(self, ground)
-        return SlicedJourney(self, ground)
+            return SharedScalesReduction(self, context)
+        return SlicedReduction(self, context)
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class _BlockRange(Span):
     last: int  # exclusive
 
 
-class SlicedJourney(Journey):
-    """A journey in which each worker averages one slice."""
+class SlicedReduction(CompressedReduction):
+    """A reduction in which each worker averages one slice."""
 
     codec: BlockCodec
 
-    def __init__(self, codec: BlockCodec, ground: Ground) -> None:
-        super().__init__(codec, ground)
+    def __init__(self, codec: BlockCodec, context: CodecContext) -> None:
+        super().__init__(codec, context)
         self._num_blocks = sum(codec.format.num_blocks(span.count) for span in self.layout.large)
         self._payload = self._allocate_blocks(self._num_blocks)
         self._result = self._allocate_blocks(self._num_blocks)
@@ -89,7 +89,7 @@ class SlicedJourney(Journey):
         self._bounds: list[int] = []
         self._received: Sequence[torch.Tensor] = ()
         # If the exchange may be repeated, the row's error is added to the residual only later.
-        is_deferred = ground.is_elastic and self.residual is not None
+        is_deferred = context.is_elastic and self.residual is not None
         self._row_error = torch.zeros(self.layout.size) if is_deferred else None
         self._has_row_error = False
         self._draw = Draw(0, 0)
@@ -197,20 +197,20 @@ class SlicedJourney(Journey):
         return payload[first * size : last * size]
 
 
-class SharedScalesJourney(Journey):
-    """A journey that sums int8 with common scales."""
+class SharedScalesReduction(CompressedReduction):
+    """A reduction that sums int8 with common scales."""
 
-    def __init__(self, codec: Codec, ground: Ground) -> None:
-        super().__init__(codec, ground)
+    def __init__(self, codec: Codec, context: CodecContext) -> None:
+        super().__init__(codec, context)
         self._blocks = [blocks.num_shared_blocks(span.count) for span in self.layout.large]
         count = sum(span.count for span in self.layout.large)
-        self._sizes = ground.allocate(sum(self._blocks), torch.float32)
-        self._agreed = ground.allocate(sum(self._blocks), torch.float32)
-        self._bytes = ground.allocate(count, torch.int8)
-        self._sums = ground.allocate(count, torch.int8)
+        self._sizes = context.allocate(sum(self._blocks), torch.float32)
+        self._agreed = context.allocate(sum(self._blocks), torch.float32)
+        self._bytes = context.allocate(count, torch.int8)
+        self._sums = context.allocate(count, torch.int8)
         self._values: torch.Tensor | None = None  # quantized in the second hop
         # The residual before the exchange, if the exchange may be repeated.
-        is_kept = ground.is_elastic and self.residual is not None
+        is_kept = context.is_elastic and self.residual is not None
         self._residual_before = torch.zeros(self.layout.size) if is_kept else None
         self._num_workers = 1
 

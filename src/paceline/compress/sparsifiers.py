@@ -21,9 +21,9 @@ import torch
 from paceline.comm.group import Group
 from paceline.compress import blocks
 from paceline.compress import sparse_format as sparse
-from paceline.compress.codec import Codec, Ground
-from paceline.compress.journey import Journey
+from paceline.compress.codec import Codec, CodecContext
 from paceline.compress.kernels import Draw
+from paceline.compress.reduction import CompressedReduction
 from paceline.compress.registry import CodecSpec
 from paceline.runtime.work import Work
 
@@ -112,21 +112,21 @@ class RandomK(Codec):
         """Return how many of this many numbers are sent."""
         return max(1, min(size, math.ceil(self.spec.value * size)))
 
-    def journey(self, ground: Ground) -> Journey:
-        return _RandomKJourney(self, ground)
+    def reduction(self, context: CodecContext) -> CompressedReduction:
+        return _RandomKReduction(self, context)
 
 
-class _RandomKJourney(Journey):
-    """A journey that averages the selected values."""
+class _RandomKReduction(CompressedReduction):
+    """A reduction that averages the selected values."""
 
     codec: RandomK
 
-    def __init__(self, codec: RandomK, ground: Ground) -> None:
-        super().__init__(codec, ground)
+    def __init__(self, codec: RandomK, context: CodecContext) -> None:
+        super().__init__(codec, context)
         counts = [codec.count(span.count) for span in self.layout.large]
         self._indices = [torch.empty(count, dtype=torch.int32) for count in counts]
-        self._values = ground.allocate(sum(counts), torch.float32)
-        self._mean = ground.allocate(sum(counts), torch.float32)
+        self._values = context.allocate(sum(counts), torch.float32)
+        self._mean = context.allocate(sum(counts), torch.float32)
         self._num_workers = 1
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:

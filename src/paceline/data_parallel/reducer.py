@@ -348,7 +348,7 @@ class Reducer:
         start, is_traced, traced_s = time.perf_counter(), tracer.on, time.monotonic()
         if is_traced:
             self._spans.wait(self._works)
-        mask = self._exchange.call_roll(flags)
+        mask = self._exchange.reduce_used_mask(flags)
         for work in self._works:
             work.wait()
         self.waited_s += time.perf_counter() - start

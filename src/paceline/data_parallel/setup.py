@@ -28,7 +28,7 @@ from paceline.observe.telemetry.events import LEARNING_RATE, STALENESS
 from paceline.options.table import Options, wire_dtype
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.center import Centre
-from paceline.pace.compressed import CompressedAllReduce, Journeys
+from paceline.pace.compressed import BucketReductions, CompressedAllReduce
 from paceline.pace.exchange import Exchange, OwnGradients
 from paceline.pace.hierarchical import HostFirst
 from paceline.pace.method import Method, Setting, make_method
@@ -223,13 +223,13 @@ def compressed_average(
         return group
 
     if not leaders:
-        journeys = Journeys(spec, allocate, group, form, is_elastic=is_elastic)
-        books.open(str(spec), journeys.accounts)
-        return CompressedAllReduce(group, journeys)
-    theirs: Journeys | None = None
+        reductions = BucketReductions(spec, allocate, group, form, is_elastic=is_elastic)
+        books.open(str(spec), reductions.accounts)
+        return CompressedAllReduce(group, reductions)
+    theirs: BucketReductions | None = None
     if host.rank == 0:
         first = among_leaders("first hop")
-        theirs = Journeys(spec, allocate, first, among_leaders, is_elastic=False)
+        theirs = BucketReductions(spec, allocate, first, among_leaders, is_elastic=False)
         books.open(str(spec), theirs.accounts)
     return HostFirst(group, host, len(leaders), spec, theirs, allocate)
 

@@ -34,7 +34,7 @@ class AllReduce(Exchange):
             self._prepared[bucket.index] = prepared
         return prepared.start()
 
-    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+    def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
         return self._mask.average(here)
 
 

@@ -78,7 +78,7 @@ class CentreTable:
             self._ended = self.table.commit(None if settings is None else [dict(settings)])
         return self._ended
 
-    def conclude(self) -> None:
+    def begin_next_step(self) -> None:
         """Begin the next step: all workers have agreed after this one."""
         self._ended = None
 
@@ -216,11 +216,11 @@ class Centre:
         return [remote.table.clock - remote.is_committed for remote in self._tables]
 
     def follow(self, finished_steps: Sequence[int]) -> None:
-        """Follow the counts of a peer; conclude a step that all have finished."""
+        """Follow the counts of a peer; end a step that all have finished."""
         self._finished_steps = [int(clock) for clock in finished_steps]
         for remote, clock in zip(self._tables, self._finished_steps, strict=False):
             if clock >= remote.table.clock:
-                remote.conclude()
+                remote.begin_next_step()
 
     def resume(self, change: Change) -> None:
         """Open a newcomer's tables; the servers have noticed lost workers by themselves."""

@@ -1,6 +1,6 @@
 """Means of all workers in fewer bytes: of gradients, and of models.
 
-Each bucket makes a compressed exchange, a Journey (compress/journey.py). Its second hop is in a
+Each bucket has a CompressedReduction (compress/reduction.py). Its second hop is in a
 group of its own, where the order is that of the buckets again: when it can begin differs from
 worker to worker.
 
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.compress.codec import Allocate, Ground, Layout, make_codec, plan
-from paceline.compress.journey import Journey
+from paceline.compress.codec import Allocate, CodecContext, Layout, make_codec, plan
+from paceline.compress.reduction import CompressedReduction
 from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.errors import UsageError
 from paceline.observe.telemetry.traffic import CodecStats
@@ -30,8 +30,8 @@ from paceline.runtime.work import Handle, Work
 from paceline.state.protocol import Change, Part, State
 
 
-class Journeys(Part):
-    """The journeys of some buckets, in the order in which they are sent. Main thread only."""
+class BucketReductions(Part):
+    """The reductions of some buckets, in the order in which they are sent. Main thread only."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Journeys(Part):
         self._group = group
         self._second_group = another("second hop")
         self._is_elastic = is_elastic
-        self._journeys: dict[int, Journey] = {}  # by bucket index
-        self._waiting: deque[Journey] = deque()  # for their second hop
+        self._reductions: dict[int, CompressedReduction] = {}  # by bucket index
+        self._waiting: deque[CompressedReduction] = deque()  # for their second hop
         self._first = 0
         self.accounts: list[CodecStats] = []  # what each has saved and cost
 
@@ -57,19 +57,19 @@ class Journeys(Part):
         for bucket in buckets:
             layout = layout_of(bucket, self._first, self.codec.spec)
             if layout is not None:
-                ground = Ground(layout, self._allocate, self._group.rank, self._is_elastic)
-                journey = self._journeys[bucket.index] = self.codec.journey(ground)
-                self.accounts.append(journey.account)
+                context = CodecContext(layout, self._allocate, self._group.rank, self._is_elastic)
+                reduction = self._reductions[bucket.index] = self.codec.reduction(context)
+                self.accounts.append(reduction.account)
             self._first += bucket.grads.numel()
 
-    def of(self, bucket: Bucket) -> Journey | None:
-        """Return the journey of a bucket, or None if it is sent uncompressed."""
-        return self._journeys.get(bucket.index)
+    def of(self, bucket: Bucket) -> CompressedReduction | None:
+        """Return the reduction of a bucket, or None if it is sent uncompressed."""
+        return self._reductions.get(bucket.index)
 
-    def start(self, journey: Journey, values: torch.Tensor, key: int) -> Work[Any]:
+    def start(self, reduction: CompressedReduction, values: torch.Tensor, key: int) -> Work[Any]:
         """Start it; forward others whose first hop is done meanwhile."""
-        work = journey.start(values, self._group, key)
-        self._waiting.append(journey)
+        work = reduction.start(values, self._group, key)
+        self._waiting.append(reduction)
         self.forward_some()
         return work
 
@@ -90,13 +90,13 @@ class Journeys(Part):
     # -- state: residuals are each worker's own ---------------------------------------------------
 
     def state(self) -> State:
-        """Return what is kept of each journey, by number, and how often each was made."""
-        journeys, kept = self._journeys.values(), list[tuple[bool, torch.Tensor]]()
-        for journey in journeys:
-            kept += [(True, tensor) for tensor in journey.common()]
-            kept += [(False, tensor) for tensor in journey.own()]
+        """Return what is kept of each reduction, by number, and how often each was made."""
+        reductions, kept = self._reductions.values(), list[tuple[bool, torch.Tensor]]()
+        for reduction in reductions:
+            kept += [(True, tensor) for tensor in reduction.common()]
+            kept += [(False, tensor) for tensor in reduction.own()]
         return State(
-            counts=[journey.steps for journey in journeys],
+            counts=[reduction.steps for reduction in reductions],
             copied={str(n): tensor for n, (is_common, tensor) in enumerate(kept) if is_common},
             own={str(n): tensor for n, (is_common, tensor) in enumerate(kept) if not is_common},
         )
@@ -105,8 +105,8 @@ class Journeys(Part):
         """Load such a state."""
         del change
         self.state().fill(state)
-        for journey, steps in zip(self._journeys.values(), state.counts, strict=True):
-            journey.steps = steps
+        for reduction, steps in zip(self._reductions.values(), state.counts, strict=True):
+            reduction.steps = steps
 
 
 def layout_of(bucket: Bucket, first: int, spec: CodecSpec) -> Layout | None:
@@ -120,42 +120,42 @@ def layout_of(bucket: Bucket, first: int, spec: CodecSpec) -> Layout | None:
 class CompressedAllReduce(AllReduce):
     """Averages gradients among all workers, in fewer bytes."""
 
-    def __init__(self, group: Group, journeys: Journeys) -> None:
+    def __init__(self, group: Group, reductions: BucketReductions) -> None:
         super().__init__(group)
-        self.journeys = journeys
-        self.traits = replace(COMPOUND, keeps_residual=journeys.codec.has_feedback)
+        self.reductions = reductions
+        self.traits = replace(COMPOUND, keeps_residual=reductions.codec.has_feedback)
         self._last = -1
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Manage more buckets."""
-        self.journeys.take(buckets)
+        self.reductions.take(buckets)
 
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the part of a bucket's gradients that has not been sent yet, or None."""
-        journey = self.journeys.of(bucket)
-        return None if journey is None else journey.left_out()
+        reduction = self.reductions.of(bucket)
+        return None if reduction is None else reduction.left_out()
 
     @property
     def residuals(self) -> Part:
-        return self.journeys
+        return self.reductions
 
     def submit(self, bucket: Bucket, step: int) -> Handle:
         if bucket.index <= self._last:  # another pass, or the same one again
-            self.journeys.begin_again()
+            self.reductions.begin_again()
         self._last = bucket.index
-        journey = self.journeys.of(bucket)
-        if journey is None:
+        reduction = self.reductions.of(bucket)
+        if reduction is None:
             return super().submit(bucket, step)
-        work = self.journeys.start(journey, bucket.grads, step)
-        return Work(work.handle, lambda: self._finish(journey, bucket), keep=work)
+        work = self.reductions.start(reduction, bucket.grads, step)
+        return Work(work.handle, lambda: self._finish(reduction, bucket), keep=work)
 
-    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
-        self.journeys.forward_all()
-        return super().call_roll(here)
+    def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
+        self.reductions.forward_all()
+        return super().reduce_used_mask(here)
 
-    def _finish(self, journey: Journey, bucket: Bucket) -> None:
-        self.journeys.forward_all()
-        journey.finish(bucket.averaged)
+    def _finish(self, reduction: CompressedReduction, bucket: Bucket) -> None:
+        self.reductions.forward_all()
+        reduction.finish(bucket.averaged)
 
 
 class Means:
@@ -167,24 +167,24 @@ class Means:
         codec = parse_codec(setting.options["compress"])
         _check(setting, codec)
         self.compresses = codec.is_on
-        self._journeys: Journeys | None = None
+        self._reductions: BucketReductions | None = None
         if codec.is_on and setting.another is not None:
-            self._journeys = Journeys(
+            self._reductions = BucketReductions(
                 codec,
                 setting.allocate,
                 setting.workers,
                 setting.another,
                 is_elastic=setting.is_elastic,
             )
-            setting.open_books(str(codec), self._journeys.accounts)
+            setting.open_books(str(codec), self._reductions.accounts)
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Manage more buckets."""
-        if self._journeys is None:
+        if self._reductions is None:
             return
-        self._journeys.take(buckets)
+        self._reductions.take(buckets)
         for bucket in buckets:
-            if self._journeys.of(bucket) is not None:
+            if self._reductions.of(bucket) is not None:
                 self._changes[bucket.index] = torch.empty_like(bucket.params)
 
     def start(
@@ -202,42 +202,42 @@ class Means:
         With the same key the same data is sent again. The last time nothing is left out: it would
         never be sent.
         """
-        journey = None if self._journeys is None else self._journeys.of(bucket)
-        if journey is None or self._journeys is None or begin is None or is_last:
+        reduction = None if self._reductions is None else self._reductions.of(bucket)
+        if reduction is None or self._reductions is None or begin is None or is_last:
             work = self._workers.all_reduce(values, "mean", out=out, async_op=True)
             assert isinstance(work, Work)
-            if journey is not None:
-                journey.forget()
+            if reduction is not None:
+                reduction.forget()
             return work
         change = torch.sub(values, begin, out=self._changes[bucket.index])
-        sent, journeys = self._journeys.start(journey, change, key), self._journeys
+        sent, reductions = self._reductions.start(reduction, change, key), self._reductions
 
         def finish() -> None:
             assert out is not None
-            journeys.forward_all()
-            journey.finish(out)
+            reductions.forward_all()
+            reduction.finish(out)
             out.add_(begin)
 
         return Work(sent.handle, finish, keep=sent)
 
     def move_on(self) -> None:
         """Continue those in transit, without waiting."""
-        if self._journeys is not None:
-            self._journeys.forward_some()
+        if self._reductions is not None:
+            self._reductions.forward_some()
 
     def begin_again(self) -> None:
         """Send everything in transit again: a worker was lost."""
-        if self._journeys is not None:
-            self._journeys.begin_again()
+        if self._reductions is not None:
+            self._reductions.begin_again()
 
     def state(self) -> State:
         """Return what the codec keeps, and how often each bucket was exchanged."""
-        return State([]) if self._journeys is None else self._journeys.state()
+        return State([]) if self._reductions is None else self._reductions.state()
 
     def load(self, state: State, change: Change | None) -> None:
         """Load such a state."""
-        if self._journeys is not None:
-            self._journeys.load(state, change)
+        if self._reductions is not None:
+            self._reductions.load(state, change)
 
 
 def _check(setting: Setting, codec: CodecSpec) -> None:

@@ -97,7 +97,7 @@ class ElasticAveraging(Method):
             else:
                 part.before.copy_(part.bucket.params)
 
-    def meet(self) -> None:
+    def run_round(self) -> None:
         if self.setting.centre is not None:
             self._meet_on_servers(self.setting.centre)
             return
@@ -109,12 +109,12 @@ class ElasticAveraging(Method):
             assert isinstance(work, Work)
             work.wait()
 
-    def conclude(self) -> None:
+    def apply_round(self) -> None:
         with torch.no_grad():
             for part in self._parts:
                 if part.remote is not None:  # its outbox has the old center values minus these
                     part.bucket.params.add_(part.remote.outbox, alpha=self.alpha)
-                    part.remote.conclude()
+                    part.remote.begin_next_step()
                     continue
                 assert part.mean is not None
                 pull = part.before.sub_(part.centre)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from paceline.compress.codec import Segment
+from paceline.runtime.deprecation import RenamedMethods
 from paceline.runtime.work import Handle, Together
 from paceline.state.protocol import Part
 
@@ -55,7 +56,7 @@ class ExchangeTraits:
     may_wait_singly: bool = False  # and a wait for one bucket delays no other
 
 
-class Exchange:
+class Exchange(RenamedMethods, renamed={"call_roll": "reduce_used_mask"}):
     """How a full bucket becomes agreed values. Base of all exchanges. Main thread only."""
 
     traits = ExchangeTraits()
@@ -70,7 +71,7 @@ class Exchange:
         """
         raise NotImplementedError
 
-    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+    def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
         """Return the used-parameter mask of all workers; called after the last bucket.
 
         `here` has 1.0 for every parameter that had a gradient on this worker, else 0.0. The result

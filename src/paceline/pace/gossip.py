@@ -58,7 +58,7 @@ class Gossip(Method):
     def is_due(self) -> bool:
         return self.rounds < self.steps
 
-    def meet(self) -> None:
+    def run_round(self) -> None:
         if self._met_in != self.workers.generation:  # all form a group, at its first use
             self.workers.barrier()
             self._met_in = self.workers.generation
@@ -77,7 +77,7 @@ class Gossip(Method):
             boxes.append(self.setting.allocate(bucket.params.numel(), bucket.params.dtype))
         return boxes[:count]
 
-    def conclude(self) -> None:
+    def apply_round(self) -> None:
         _, of = self.neighbours()
         with torch.no_grad():
             for bucket in self.buckets:

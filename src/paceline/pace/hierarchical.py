@@ -1,7 +1,7 @@
 """Compressed averages where hosts have several workers: once for each host, not for each worker.
 
     reduce      the workers of a host add up their gradients in shared memory, uncompressed
-    exchange    the first worker of each host sends the sum, compressed (compress/journey.py)
+    exchange    the first worker of each host sends the sum, compressed (compress/reduction.py)
     broadcast   it sends the result to the other workers of its host
 
 So a host sends what one worker would, and encodes it once. The first worker of the host keeps what
@@ -19,10 +19,10 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.compress.codec import Allocate, make_codec
-from paceline.compress.journey import Journey
+from paceline.compress.reduction import CompressedReduction
 from paceline.compress.registry import CodecSpec
 from paceline.pace.allreduce import COMPOUND, AllReduce
-from paceline.pace.compressed import Journeys, layout_of
+from paceline.pace.compressed import BucketReductions, layout_of
 from paceline.pace.exchange import Bucket
 from paceline.runtime.work import Handle, Work
 from paceline.state.protocol import Part
@@ -31,9 +31,11 @@ from paceline.state.protocol import Part
 class _Trip:
     """The exchange of one bucket."""
 
-    def __init__(self, bucket: Bucket, journey: Journey | None, total: torch.Tensor | None) -> None:
+    def __init__(
+        self, bucket: Bucket, reduction: CompressedReduction | None, total: torch.Tensor | None
+    ) -> None:
         self.bucket = bucket
-        self.journey = journey  # of the first worker of a host only, and so is the next
+        self.reduction = reduction  # of the first worker of a host only, and so is the next
         self.total = total
         self.added: Work[Any] | None = None
         self.step = 0
@@ -53,11 +55,11 @@ class HostFirst(AllReduce):
         host: Group,
         num_hosts: int,
         spec: CodecSpec,
-        journeys: Journeys | None,  # of the first worker of each host
+        reductions: BucketReductions | None,  # of the first worker of each host
         allocate: Allocate,
     ) -> None:
         super().__init__(group)
-        self.journeys = journeys
+        self.reductions = reductions
         self.traits = replace(COMPOUND, keeps_residual=make_codec(spec).has_feedback)
         self._host = host
         self._spec = spec
@@ -70,32 +72,32 @@ class HostFirst(AllReduce):
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Manage more buckets."""
-        if self.journeys is not None:
-            self.journeys.take(buckets)
+        if self.reductions is not None:
+            self.reductions.take(buckets)
         for bucket in buckets:
             if layout_of(bucket, 0, self._spec) is None:
                 continue
-            journey, total = None, None
-            if self.journeys is not None:
-                journey = self.journeys.of(bucket)
+            reduction, total = None, None
+            if self.reductions is not None:
+                reduction = self.reductions.of(bucket)
                 total = self._allocate(bucket.grads.numel(), torch.float32)
-            self._trips[bucket.index] = _Trip(bucket, journey, total)
+            self._trips[bucket.index] = _Trip(bucket, reduction, total)
 
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the part of a bucket's gradients that has not been sent yet, or None."""
-        journey = None if self.journeys is None else self.journeys.of(bucket)
-        left = None if journey is None else journey.left_out()
+        reduction = None if self.reductions is None else self.reductions.of(bucket)
+        left = None if reduction is None else reduction.left_out()
         return None if left is None else left / self._scale
 
     @property
     def residuals(self) -> Part | None:
-        return self.journeys
+        return self.reductions
 
     def submit(self, bucket: Bucket, step: int) -> Handle:
         if bucket.index <= self._last:  # another pass
             self._waiting.clear()
-            if self.journeys is not None:
-                self.journeys.begin_again()
+            if self.reductions is not None:
+                self.reductions.begin_again()
         self._last = bucket.index
         trip = self._trips.get(bucket.index)
         if trip is None:
@@ -106,28 +108,28 @@ class HostFirst(AllReduce):
         self._waiting.append(trip)
         while self._waiting and self._waiting[0].is_added:
             self._send(self._waiting.popleft())
-        if self.journeys is not None:
-            self.journeys.forward_some()
+        if self.reductions is not None:
+            self.reductions.forward_some()
         return Work(work.handle, lambda: self._finish(trip), keep=work)
 
-    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+    def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
         self._send_all()
-        return super().call_roll(here)
+        return super().reduce_used_mask(here)
 
     def _send(self, trip: _Trip) -> None:
         assert trip.added is not None
         trip.added.wait()
-        if self.journeys is not None and trip.journey is not None and trip.total is not None:
-            self.journeys.start(trip.journey, trip.total.mul_(self._scale), trip.step)
+        if self.reductions is not None and trip.reduction is not None and trip.total is not None:
+            self.reductions.start(trip.reduction, trip.total.mul_(self._scale), trip.step)
 
     def _send_all(self) -> None:
         while self._waiting:
             self._send(self._waiting.popleft())
-        if self.journeys is not None:
-            self.journeys.forward_all()
+        if self.reductions is not None:
+            self.reductions.forward_all()
 
     def _finish(self, trip: _Trip) -> None:
         self._send_all()
-        if trip.journey is not None:
-            trip.journey.finish(trip.bucket.averaged)
+        if trip.reduction is not None:
+            trip.reduction.finish(trip.bucket.averaged)
         self._host.broadcast(trip.bucket.averaged, 0)

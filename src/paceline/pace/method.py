@@ -9,8 +9,8 @@ nothing, so a pace is the few lines in which it differs; CONTRIBUTING.md has the
     before_step()  the optimizer is about to run
     after_step()   it has run: start transfers that can overlap with the next step
     is_due         whether a round of all workers is due now, after the step
-    meet()         the exchange of a round; repeated if a worker is lost, so it only prepares
-    conclude()     apply its result; not repeated, does not communicate
+    run_round()    the exchange of a round; repeated if a worker is lost, so it only prepares
+    apply_round()  apply its result; not repeated, does not communicate
 
 What it keeps between two steps is its state (state/protocol.py), for newcomers and for checkpoints:
 
@@ -36,6 +36,7 @@ from paceline.pace.center import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
 from paceline.pace.registry import find
+from paceline.runtime.deprecation import RenamedMethods
 from paceline.state.protocol import Change, Part, State
 
 
@@ -63,7 +64,7 @@ class Setting:
         return self.options.get(name) == "yes"
 
 
-class Method(Part):
+class Method(Part, RenamedMethods, renamed={"meet": "run_round", "conclude": "apply_round"}):
     """Base of all methods. Main thread only."""
 
     # Steps from one agreement on stopping to the next, if rounds do not include all workers. In an
@@ -78,7 +79,7 @@ class Method(Part):
         self.workers = setting.workers
         self.buckets: list[Bucket] = []
         self.steps = 0  # optimizer steps of this worker
-        self.rounds = 0  # rounds that have been concluded
+        self.rounds = 0  # rounds that have been applied
         self.is_last = False  # another pace follows: a last round is due, if it is needed
 
     def describe(self) -> str:
@@ -114,10 +115,10 @@ class Method(Part):
         """Whether data of the next round is in transit; the same on all workers."""
         return False
 
-    def meet(self) -> None:
+    def run_round(self) -> None:
         """Exchange the data of a round; no state may change before all of it has succeeded."""
 
-    def conclude(self) -> None:
+    def apply_round(self) -> None:
         """Apply what was exchanged; `rounds` counts it afterwards."""
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:

@@ -187,9 +187,9 @@ class OuterSteps(Method):
             part.bucket, values, part.begin, part.mean, key=self.rounds, is_last=self.is_last
         )
 
-    def meet(self) -> None:
+    def run_round(self) -> None:
         try:
-            self._meet()
+            self._average()
         except PeerError:
             self._means.begin_again()
             for part in self._fragment:
@@ -197,7 +197,7 @@ class OuterSteps(Method):
                     part.work = None
             raise
 
-    def _meet(self) -> None:
+    def _average(self) -> None:
         fragment, centre = self._fragment, self.setting.centre
         for part in fragment:
             is_through = part.remote is not None and part.remote.is_committed
@@ -217,12 +217,12 @@ class OuterSteps(Method):
             tables = [part.remote for part in fragment if part.remote is not None]
             centre.commit(tables, self._outer_settings())
 
-    def conclude(self) -> None:
+    def apply_round(self) -> None:
         with torch.no_grad():
             for part in self._fragment:
                 self._move(part)
                 if part.remote is not None:
-                    part.remote.conclude()
+                    part.remote.begin_next_step()
 
     def _move(self, part: _OuterBucket) -> None:
         """Let the outer optimizer make its step, and move the worker's values."""
@@ -291,9 +291,9 @@ class OuterSteps(Method):
         return State(counts, shared, means.copied, means.own, passing, served)
 
     def load(self, state: State, change: Change | None) -> None:
-        met_at, journeys = state.counts
+        met_at, reductions = state.counts
         super().load(state, change)
-        self._means.load(replace(state, counts=journeys), change)
+        self._means.load(replace(state, counts=reductions), change)
         for part, step in zip(self._parts, met_at, strict=True):
             part.met_at = step
         if change is None:

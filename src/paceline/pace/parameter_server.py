@@ -55,7 +55,7 @@ class ServerExchange(Exchange):
         self._pushed.append((bucket, work))
         return work
 
-    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+    def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
         pushed, self._pushed = self._pushed, []
         if not self._rule.aggregate:
             return here

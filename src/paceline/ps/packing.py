@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.compress.codec import Allocate, Codec, Ground, Layout, make_codec, plan
+from paceline.compress.codec import Allocate, Codec, CodecContext, Layout, make_codec, plan
 from paceline.compress.kernels import Draw
 from paceline.compress.packet import Packet, PacketFormat
 from paceline.compress.registry import CodecSpec, parse_codec
@@ -67,8 +67,8 @@ class Packing:
         layout = layout_of(spec, first, self.codec.spec.min_elements)
         if spec.dtype != "float32" or not layout.large:
             return None
-        ground = Ground(layout, self._allocate, self._worker, num_workers=self._num_workers)
-        packet = self.codec.packet(ground)
+        context = CodecContext(layout, self._allocate, self._worker, num_workers=self._num_workers)
+        packet = self.codec.packet(context)
         self.accounts.append(packet.account)
         return packet
 

@@ -5,7 +5,7 @@ builds the engine (comm/) and holds what the process has of its job. elastic/ fo
 membership.
 
 config.py, launch_context.py, mesh.py, console.py, formatting.py, machine.py, work.py,
-batch_weight.py and preemption.py import nothing above them and may be used everywhere. job.py and
-job_state.py may be imported from pace/ and above. server_main.py and coordinator_main.py are the
-programs of servers and coordinators.
+deprecation.py, batch_weight.py and preemption.py import nothing above them and may be used
+everywhere. job.py and job_state.py may be imported from pace/ and above. server_main.py and
+coordinator_main.py are the programs of servers and coordinators.
 """

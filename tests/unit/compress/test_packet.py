@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.compress.codec import Ground, Span, make_codec, plan
+from paceline.compress.codec import CodecContext, Span, make_codec, plan
 from paceline.compress.packet import Packet, PacketFormat
 from paceline.compress.registry import parse_codec
 
@@ -38,7 +38,7 @@ DGC = "dgc:0.01(momentum=0.9,warmup=10,min=500)+fp16"
 def packet_of(text: str) -> Packet:
     codec = make_codec(parse_codec(text))
     layout = plan(TENSORS, SIZE, 0, codec.spec.min_elements)
-    return codec.packet(Ground(layout, lambda n, dtype: torch.empty(n, dtype=dtype), 0))
+    return codec.packet(CodecContext(layout, lambda n, dtype: torch.empty(n, dtype=dtype), 0))
 
 
 def values(seed: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ is due. Through servers there is no such exchange; a small one of its own asks.
 
 MethodStep: a method (pace/method.py) decides how the workers agree.
 
-    before_step -> the optimizer's own step -> after_step -> as often as the method is due: meet
+    before_step -> the optimizer's own step -> after_step -> while a round is due: run_round
 
 A round of the method is a retryable step: repeated among the workers that are left until it
 succeeds, and only then applied. With it the workers agree on buffers, on stopping and on changes of
@@ -156,17 +156,17 @@ class MethodStep:
         was_late = is_together and passed.has_caught_up
         result = None if was_late else self._step(step, is_together)
         stops, changes = passed.is_stop_agreed, passed.is_change_agreed  # neither if it is_own
-        has_met = is_together
+        had_round = is_together
         while method.is_due:
-            stops_now, changes = self._meet_once()
-            has_met, was_late = True, was_late or self._is_late
+            stops_now, changes = self._run_round()
+            had_round, was_late = True, was_late or self._is_late
             stops, changes = stops or stops_now, changes and not self._is_late
-        if has_met:
+        if had_round:
             job.contribution.commit()
             job.stopping.note_agreement(stops)
         if not was_late:  # else the workers ahead of this one counted it
             count(self._waited_lately())
-        if has_met:
+        if had_round:
             job.elastic.enter_due_generation(agreed=changes)
         return result
 
@@ -215,7 +215,7 @@ class MethodStep:
             return  # gradients are averaged, so that parameters are the same at any time
         method.is_last = True
         while method.is_due:
-            self._meet_once()
+            self._run_round()
 
     def gather(self) -> list[torch.Tensor]:
         """Return the agreed values of all buckets. Collective; nothing changes.
@@ -226,15 +226,15 @@ class MethodStep:
             return []
         return [self._method.agreed(bucket) for bucket in self._reducer.buckets]
 
-    def _meet_once(self) -> tuple[bool, bool]:
+    def _run_round(self) -> tuple[bool, bool]:
         self._is_late = False
         with self._waiting:
             traced_s = tracer.start()
-            flags = self._job.elastic.run_step(self._meet, self._be_late)
+            flags = self._job.elastic.run_step(self._exchange_round, self._be_late)
             if traced_s:
-                tracer.add("meet", traced_s, round=self._method.rounds)
+                tracer.add("exchange round", traced_s, round=self._method.rounds)
         if not self._is_late:
-            self._method.conclude()
+            self._method.apply_round()
             self._method.rounds += 1
         return flags
 
@@ -259,8 +259,8 @@ class MethodStep:
         """The other workers ended the round without this one, which received their state."""
         self._is_late = True
 
-    def _meet(self) -> tuple[bool, bool]:
-        self._method.meet()
+    def _exchange_round(self) -> tuple[bool, bool]:
+        self._method.run_round()
         if self._method.steps % self._method.agrees_every and not self._job.elastic.is_on:
             return False, False
         self._buffers.synchronise()

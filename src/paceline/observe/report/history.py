@@ -100,7 +100,7 @@ def _resumed(event: Resumed) -> str:
 
 
 def _epoch(event: EpochEnded) -> str:
-    worker = "" if event.worker is None else f" of worker {event.worker}"
+    worker = "" if event.worker is None else f" on worker {event.worker}"
     text = f"epoch {event.epoch} of {event.loader} ended{worker}: {_count(event.samples)} samples"
     counts = {
         "handed out again": event.reissued,

@@ -220,9 +220,9 @@ class SignVote(AllReduce):
             self._uncounted.popleft().count(self._tellers)
         return Work(work.handle, lambda: self._finish(voter), keep=work)
 
-    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+    def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
         self._count_all()
-        return super().call_roll(here)
+        return super().reduce_used_mask(here)
 
     def _count_all(self) -> None:
         while self._uncounted:
@@ -258,7 +258,7 @@ class ServedVote(Exchange):
         work = self._cast[index]
         return Work(work.handle, lambda: self._finish(voter), keep=work)
 
-    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+    def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
         """Wait for the servers first: no worker finishes before all have their result.
 
         A worker that learns of a loss in that wait continues from here; others may start again, and

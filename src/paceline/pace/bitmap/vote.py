@@ -169,7 +169,7 @@ class VoteTable:
         """
         if self._remote.is_committed:
             self._remote.commit(None).wait()
-            self._remote.conclude()
+            self._remote.begin_next_step()
         self._is_open = True
         return self._remote.table.push(number)
 

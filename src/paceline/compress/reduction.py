@@ -1,4 +1,4 @@
-"""Journey: the compressed exchange of one flat tensor between the workers, in up to two hops.
+"""The compressed all-reduce (mean) of one flat tensor among the workers, in up to two hops.
 
     start     encode the tensor, and send the payload to the other workers        (hop 1)
     forward   after hop 1: process what arrived, and send the result              (hop 2, if any)
@@ -7,7 +7,7 @@
 If a worker was lost, `start` is called again with the same key: it sends the same payload once more
 and adds nothing to the residual a second time. Small tensors are sent uncompressed with hop 1.
 
-AllGatherJourney has one hop: each worker sends its whole payload to all other workers, and each
+AllGatherReduction has one hop: each worker sends its whole payload to all other workers, and each
 computes the mean. It is for payloads that cannot be summed on the way, such as selected values with
 their indices. With n workers each sends its payload n - 1 times, so it suits few bytes or few
 workers.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.compress.codec import Codec, Ground
+from paceline.compress.codec import Codec, CodecContext
 from paceline.compress.kernels import Draw
 from paceline.observe.telemetry.traffic import CodecStats
 from paceline.runtime.work import Work
@@ -29,25 +29,25 @@ from paceline.runtime.work import Work
 MEASURE_EVERY = 50  # steps between two measurements of the compression error
 
 
-class Journey:
-    """The exchange of one flat tensor. Main thread only."""
+class CompressedReduction:
+    """The mean of one flat tensor over all workers, exchanged compressed. Main thread only."""
 
-    def __init__(self, codec: Codec, ground: Ground) -> None:
+    def __init__(self, codec: Codec, context: CodecContext) -> None:
         self.codec = codec
-        self.layout = ground.layout
-        self.allocate = ground.allocate
-        self.rank = ground.rank
+        self.layout = context.layout
+        self.allocate = context.allocate
+        self.rank = context.rank
         self.residual = torch.zeros(self.layout.size) if codec.has_feedback else None
         self.account = CodecStats()
         self._key: int | None = None
         self.steps = 0  # how many steps were encoded; the same on all workers
-        self._small = ground.allocate(self.layout.num_small, torch.float32)
-        self._small_mean = ground.allocate(self.layout.num_small, torch.float32)
+        self._small = context.allocate(self.layout.num_small, torch.float32)
+        self._small_mean = context.allocate(self.layout.num_small, torch.float32)
         self._small_work: Work[Any] | None = None
         self._first_hop: Work[Any] | None = None
         self.last_hop: Work[Any] | None = None  # `finish` waits for it
 
-    # -- defined by each kind of journey ----------------------------------------------------------
+    # -- defined by each kind of reduction --------------------------------------------------------
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:
         """Write values + `residual` to the payload, and the encoding error to `residual`."""
@@ -139,11 +139,11 @@ class Journey:
             self.account.add_error(float(torch.linalg.vector_norm(self.residual)) / size)
 
 
-class AllGatherJourney(Journey):
-    """A journey that all-gathers the payloads of all spans, which are consecutive in memory."""
+class AllGatherReduction(CompressedReduction):
+    """A reduction that all-gathers the payloads of all spans, which are consecutive in memory."""
 
-    def __init__(self, codec: Codec, ground: Ground) -> None:
-        super().__init__(codec, ground)
+    def __init__(self, codec: Codec, context: CodecContext) -> None:
+        super().__init__(codec, context)
         self._ends = [0]
         self._payload = self._rows_memory = torch.empty(0, dtype=torch.uint8)
         self._rows: Sequence[torch.Tensor] = ()
