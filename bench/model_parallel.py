@@ -4,10 +4,10 @@
     python bench/model_parallel.py --only tp          tp, pp, split, memory or fsdp; may be repeated
     python bench/model_parallel.py --quick            a smoke test: its figures mean nothing
 
-tp      a GPT of 10 M parameters, its matrices cut in two: the same plan with DTensor by hand
+tp      a GPT of 10.9 M parameters, its matrices split in two: the same plan with DTensor by hand
 pp      the same in two stages, 8 microbatches: torch's Schedule1F1B with stages made by hand
 split   the slowest stage of an automatic split beside that of the best of all cuts
-memory  parameters and optimizer state of a process, of a GPT of 50 M parameters, and its PSS
+memory  parameters and optimizer state of a process, of a GPT of 49.6 M parameters, and its PSS
 fsdp    steps with sharded parameters: fully_shard by hand; and with replicated ones
 """
 

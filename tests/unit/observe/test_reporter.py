@@ -83,7 +83,7 @@ def test_many_steps_are_few_messages() -> None:
 
 def test_the_documentation_says_how_often_messages_leave() -> None:
     words = {0.2: "at most five reports a second"}[INTERVAL_S]
-    guide = Path(__file__).parents[3] / "docs/guides/seeing.md"
+    guide = Path(__file__).parents[3] / "docs/guides/monitoring.md"
     source = Path(reporting.__file__).parents[2] / "runtime/job.py"
     for path in (guide, source):
         assert words in " ".join(path.read_text().lower().split()), path
