@@ -111,10 +111,12 @@ class HostConnector:
             problems += fact_problems(name, one)
             for line in warnings(name, one, time.time()):
                 self._log(line)
-        problems += twins({found.remotes[i].host.name: one for i, one in found.facts.items()})
+        living = {i: remote for i, remote in found.remotes.items() if remote.is_alive}
+        problems += twins({living[i].host.name: found.facts[i] for i in living})
         if not problems:
             problems += await self._find_addresses(probes_from_here)
         if problems:
+            await asyncio.gather(*(self.disconnect(index) for index in new))
             raise LaunchError(report(problems))
         return found
 
@@ -180,20 +182,21 @@ class HostConnector:
         return [Problem(host.name, f"its agent has not connected in {_FACTS_S:g} s{last}")]
 
     async def _find_addresses(self, probes_from_here: bool) -> list[Problem]:
-        """Let all hosts probe each other, and choose their addresses."""
+        """Let all hosts probe each other, and choose the addresses of those that have none."""
         found = self.connected
-        names = {index: remote.host.name for index, remote in found.remotes.items()}
-        found.launcher, problems = launcher_address(
-            self._addresses, {names[i]: facts.launcher for i, facts in found.facts.items()}
-        )
+        living = {i: remote for i, remote in found.remotes.items() if remote.is_alive}
+        facts = {i: found.facts[i] for i in living}
+        names = {i: remote.host.name for i, remote in living.items()}
+        candidates = [found.launcher] if found.launcher else [*map(host_part, self._addresses)]
+        reached = {names[i]: [*map(host_part, one.launcher)] for i, one in facts.items()}
+        found.launcher, problems = launcher_address(candidates, reached)
         if problems:
             return problems
-        listening = {i: facts.addresses for i, facts in found.facts.items()}
-        own = {i: found.remotes[i].host.name for i in found.remotes}
-        targets = {i: m.ProbeTarget(i, addresses) for i, addresses in listening.items()}
+        own = {i: host_part(one.addresses[0]) if one.addresses else "?" for i, one in facts.items()}
+        targets = {i: m.ProbeTarget(i, one.addresses) for i, one in facts.items()}
         waits = {
             index: remote.probe([t for i, t in targets.items() if i != index])
-            for index, remote in found.remotes.items()
+            for index, remote in living.items()
         }
         answers = await asyncio.gather(*waits.values())
         probes = {i: answer.results for i, answer in zip(waits, answers, strict=True)}
@@ -203,10 +206,23 @@ class HostConnector:
             probes[here] = tuple(
                 await probe(targets.values(), self._identity.secret, self._identity.job_id, here)
             )
-        for index, facts in found.facts.items():
-            own[index] = host_part(facts.addresses[0]) if facts.addresses else "?"
-        found.addresses, problems = host_addresses(names, listening, probes, own)
+        listening = {i: one.addresses for i, one in facts.items() if i not in found.addresses}
+        chosen, problems = host_addresses(names, listening, probes, own)
+        found.addresses.update(chosen)
         return problems
+
+    async def disconnect(self, index: int) -> None:
+        """End a host's processes, its agent, and the engine's command."""
+        found = self.connected
+        remote = found.remotes.pop(index, None)
+        found.facts.pop(index, None)
+        found.addresses.pop(index, None)
+        if remote is not None:
+            await remote.dismiss()
+        command = self._commands.pop(index, None)
+        if command is not None:
+            await command.stop()
+            await command.kill()
 
     @property
     def pids(self) -> set[int]:

@@ -74,12 +74,10 @@ def launcher_address(
 ) -> tuple[str, list[Problem]]:
     """Return the address of the launcher that every host reached, else a problem for each host.
 
-    `reached` has by host name the addresses (host:port) that its agent reached.
+    `reached` has by host name the addresses that its agent reached.
     """
-    sets = {name: {host_part(one) for one in found} for name, found in reached.items()}
-    common = [
-        host_part(one) for one in candidates if all(host_part(one) in s for s in sets.values())
-    ]
+    sets = {name: set(found) for name, found in reached.items()}
+    common = [one for one in candidates if all(one in found for found in sets.values())]
     if common:
         return common[0], []
     return "", [

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from paceline.errors import LaunchError
+from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.engines.choose import engine_for
 from paceline.launcher.environment import (
     HostSettings,
@@ -65,7 +65,7 @@ class JobHosts:
         self._remotes: dict[int, RemoteHost] = {}
         self._host_of: dict[int, RemoteHost] = {}  # by rank, of processes on other hosts
         self.address = DEFAULT_BIND_ADDRESS  # of this machine, for the other hosts
-        self._where: JobAddresses
+        self._identity: JobIdentity
 
     def _sink(self, process: RankProcess) -> ShownOutput:
         return ShownOutput(process, self._display, is_logged=not process.output.is_file)
@@ -117,26 +117,28 @@ class JobHosts:
         identity = JobIdentity(self._job_id, secret)
         self._connector = HostConnector(identity, engine, self._make_remote, self._log)
 
+        self._remotes, self._identity = self._connector.connected.remotes, identity
+        commands, own = self._connector, self.here.other_children
+        self.here.other_children = lambda: {*own(), *commands.pids}
+        await self._connect(self._connector, others)
+        self.address = self._connector.connected.launcher
+        for line in (*self.placement.lines(), *self.placement.notes()):
+            self._log(line)
+
+    async def _connect(self, connector: HostConnector, hosts: Mapping[int, HostSlots]) -> None:
         def invitation(index: int, addresses: Iterable[str]) -> bytes:
             return make_invitation(
-                identity,
+                self._identity,
                 index,
-                others[index],
+                hosts[index],
                 tuple(addresses),
                 spec=encode_spec(self._spec),
                 environ=self._template_environ(travelling_settings(self._environ)),
             )
 
-        self._remotes = self._connector.connected.remotes
         is_host = self._here_index in self._needed_hosts()
         with self.here.reaping_paused():  # the engine's commands are children too
-            found = await self._connector.connect(others, invitation, probes_from_here=is_host)
-        own = self.here.other_children
-        commands = self._connector
-        self.here.other_children = lambda: {*own(), *commands.pids}
-        self.address = found.launcher
-        for line in (*self.placement.lines(), *self.placement.notes()):
-            self._log(line)
+            await connector.connect(hosts, invitation, probes_from_here=is_host)
 
     def _make_remote(self, host: HostSlots) -> RemoteHost:
         return RemoteHost(host, self.processes, self._sink, self._changed, log=self._log)
@@ -181,9 +183,7 @@ class JobHosts:
 
     def _place_newcomer(self, name: ProcessName) -> None:
         assert self.placement is not None
-        living = {index for index, remote in self._remotes.items() if remote.is_alive}
-        if self._here_index is not None:
-            living.add(self._here_index)
+        living = [i for i in range(len(self.placement.hosts)) if self._is_living(i)]
         running = [process.name.slot for process in self.processes.running]
         host = self.placement.host_for_newcomer(name, living, running)
         if host is None:
@@ -204,6 +204,59 @@ class JobHosts:
         self.here.expect_no_more()
         for remote in self._remotes.values():
             remote.expect_no_more()
+
+    # -- changes while the job runs ------------------------------------------------------------
+
+    def host_lines(self) -> list[str]:
+        """Return a line for each host of the job, with its processes."""
+        assert self.placement is not None
+        lost = {index for index, remote in self._remotes.items() if remote.why_lost}
+        lines = enumerate(self.placement.lines())
+        return [f"{line}; lost" if index in lost else line for index, line in lines]
+
+    async def add_host(self, host: HostSlots) -> str:
+        """Connect to a host and let newcomers run there; return a line about it."""
+        if self.placement is None or self._connector is None:
+            raise ConfigError(
+                f"hosts add {host}: all processes of the job run on the launcher's machine, and its"
+                " coordinator listens there only; start the job with another host in --hosts"
+            )
+        known = {one.name.lower(): i for i, one in enumerate(self.placement.hosts)}
+        index = known.get(host.name.lower())
+        if index is None or self._is_living(index):
+            self.placement = self.placement.with_host(host)
+            index = len(self.placement.hosts) - 1
+        else:  # it was lost or removed, and comes back
+            await self._connector.disconnect(index)
+        await self._connect(self._connector, {index: host})
+        return f"host {host.name} is in the job; workers that join may run there"
+
+    async def remove_host(self, name: str) -> str:
+        """End the processes of a host, which are replaced elsewhere; return a line about it."""
+        assert self.placement is not None
+        names = [host.name for host in self.placement.hosts]
+        if name not in names or not self._is_living(names.index(name)):
+            living = ", ".join(names[i] for i in range(len(names)) if self._is_living(i))
+            raise ConfigError(f"hosts remove {name}: the job has {living}; name one of these")
+        index = names.index(name)
+        if index == self._here_index or self._connector is None:
+            raise ConfigError(
+                f"hosts remove {name}: the launcher runs there; only other hosts can be removed"
+            )
+        if self._spec.servers.replicas < 2 and any(
+            process.host_name == name and process.name.is_server
+            for process in self.processes.running
+        ):
+            raise ConfigError(
+                f"hosts remove {name}: a server there has the only copy of its parameters; remove"
+                " the server first (`paceline servers remove`), or start jobs with --replicas 2"
+            )
+        await self._connector.disconnect(index)
+        return f"host {name} is removed; its processes count as lost"
+
+    def _is_living(self, index: int) -> bool:
+        remote = self._remotes.get(index)
+        return index == self._here_index or (remote is not None and remote.is_alive)
 
     # -- watch -------------------------------------------------------------------------------
 

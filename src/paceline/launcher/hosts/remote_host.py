@@ -28,6 +28,7 @@ from paceline.runtime.process_names import ProcessName
 _START_S = 90.0  # for one process: the template may still be importing
 _PING_S = 0.25
 _SILENT_S = 5.0  # of an agent; then a line reports it
+_GIVE_UP_S = 30.0  # then nothing that happens on its host would be known for ever
 _DRAIN_S = 1.0
 _END_S = 4.0  # for the agent to end all its processes
 
@@ -184,6 +185,8 @@ class RemoteHost:
                     f"the agent on host {self.host.name} has sent nothing for {silent_s:.0f} s; it"
                     " may be stopped. Its processes continue"
                 )
+            if silent_s > _GIVE_UP_S:
+                self.lose(f"its agent has sent nothing for {silent_s:.0f} s")
             await asyncio.sleep(_PING_S)
 
     def lose(self, why: str) -> None:
@@ -326,6 +329,12 @@ class RemoteHost:
             process.end_stream(is_error)
 
     # -- end ---------------------------------------------------------------------------------
+
+    async def dismiss(self) -> None:
+        """End every process there while the job continues: they count as lost with their host."""
+        if self.is_alive:
+            self._send(m.EndAll())
+            self.lose("it was removed from the job")
 
     async def end_all(self) -> tuple[int, ...]:
         """End every process there and the agent; return the pids that could not be ended."""
