@@ -26,11 +26,11 @@ class Heartbeat(FromMember, frozen=True):
     pass
 
 
-class Leave(FromMember, frozen=True):
+class Leave(FromMember, frozen=True, rename={"has_lost_peer": "is_bereft"}):
     """The member exits cleanly: the end of its connection is not a loss."""
 
     is_finished: bool = True  # its work is done; else a replacement may be started
-    is_bereft: bool = False  # it fails because it lost a peer, not for a reason of its own
+    has_lost_peer: bool = False  # it fails because it lost a peer, not for a reason of its own
 
 
 class Report(FromMember, frozen=True):
@@ -220,7 +220,8 @@ class LossKind(enum.Enum):
     CRASHED = "crashed"  # its process ended with an error
     SILENT = "silent"  # no heartbeats: it is stopped, stuck or cut off, and may wake up
     UNREACHABLE = "unreachable"  # it is alive, but other members cannot reach it
-    BEREFT = "bereft"  # it failed because it could not reach a unit peer that is not known as lost
+    # It failed because it could not reach a unit peer that is not known as lost.
+    LOST_PEER = "bereft"
     LEFT = "left"  # it left before its work was done, and exits by itself
     RETIRED = "retired"  # a peer of its unit was lost
     RELEASED = "released"  # a peer of its unit left; it exits by itself, like that peer

@@ -142,8 +142,8 @@ def shutdown() -> None:
             job.fabric.listener.close()
         # A script that ended with an error has not finished: the job may start a replacement.
         failure = getattr(sys, "last_value", None)
-        is_bereft = is_caused_by_loss(failure)
-        job.rendezvous.agent.leave(is_finished=failure is None, is_bereft=is_bereft)
+        has_lost_peer = is_caused_by_loss(failure)
+        job.rendezvous.agent.leave(is_finished=failure is None, has_lost_peer=has_lost_peer)
         job.rendezvous.close()
 
 

@@ -264,8 +264,8 @@ def test_the_launchers_words_about_an_end_are_told(job, eventually):
 
 def test_a_mate_whose_end_is_seen_first_is_not_taken_for_the_cause(job, eventually):
     job = job(4, mesh="dp=2,tp=2", min_workers=2)
-    job.agents[2].leave(is_finished=False, is_bereft=True)
-    job.operator.report_end(2, "exit code 1", m.LossKind.BEREFT)
+    job.agents[2].leave(is_finished=False, has_lost_peer=True)
+    job.operator.report_end(2, "exit code 1", m.LossKind.LOST_PEER)
     job.operator.report_end(3, "killed by signal 9", m.LossKind.KILLED)
     eventually(lambda: job.membership.workers == (0, 1))
     eventually(lambda: job.heard(m.Changed))

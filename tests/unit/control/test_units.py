@@ -230,7 +230,7 @@ def kinds(losses) -> list[tuple[int, LossKind]]:
 
 def test_one_that_notices_the_loss_of_a_mate_first_is_lost_with_it():
     story = Story(on_loss="replace")
-    story.note(story.roster.left(2, story.now_s, is_finished=False, is_bereft=True))
+    story.note(story.roster.left(2, story.now_s, is_finished=False, has_lost_peer=True))
     assert not story.decisions, "who was lost is not known yet"
     story.lose(3)
     assert kinds(story.roster.state.vacant) == [(3, LossKind.KILLED), (2, LossKind.RETIRED)]
@@ -244,7 +244,7 @@ def test_one_that_notices_the_loss_of_a_mate_first_is_lost_with_it():
 
 def test_one_that_has_lost_a_mate_whom_nobody_misses_is_lost_with_its_unit():
     story = Story()
-    story.note(story.roster.left(2, story.now_s, is_finished=False, is_bereft=True))
+    story.note(story.roster.left(2, story.now_s, is_finished=False, has_lost_peer=True))
     for _ in range(6):
         story.now_s += 0.2
         for rank in (0, 1, 3):
@@ -253,7 +253,7 @@ def test_one_that_has_lost_a_mate_whom_nobody_misses_is_lost_with_its_unit():
         if story.decisions:
             break
     (changed,) = story.changes
-    assert kinds(changed.lost) == [(2, LossKind.BEREFT), (3, LossKind.RETIRED)]
+    assert kinds(changed.lost) == [(2, LossKind.LOST_PEER), (3, LossKind.RETIRED)]
     assert [told.state for told in story.of(Presence)] == ["lost", "lost"]
 
 

@@ -198,13 +198,13 @@ class Agent(ControlClient[m.CoordinatorMessage], StoreCalls, PoolCalls):
 
     # -- leaving -----------------------------------------------------------------------------
 
-    def leave(self, *, is_finished: bool = True, is_bereft: bool = False) -> None:
+    def leave(self, *, is_finished: bool = True, has_lost_peer: bool = False) -> None:
         """Notify the coordinator that this member exits cleanly; no effect if it is gone.
 
         `is_finished`: its work is done; otherwise the job continues, and may replace it.
-        `is_bereft`: it fails, but only because it lost a peer.
+        `has_lost_peer`: it fails, but only because it lost a peer.
         """
-        self._leave(m.Leave(is_finished, is_bereft))
+        self._leave(m.Leave(is_finished, has_lost_peer))
 
     def close(self) -> None:
         """Leave, close the connection and end the thread. May be called twice."""

@@ -71,7 +71,7 @@ class LocalAgent(PoolCalls):
     def report(self, event: Event) -> None:
         """Do nothing: there is no operator."""
 
-    def leave(self, *, is_finished: bool = True, is_bereft: bool = False) -> None:
+    def leave(self, *, is_finished: bool = True, has_lost_peer: bool = False) -> None:
         """Do nothing: there is no coordinator."""
 
     def close(self) -> None:

@@ -189,7 +189,7 @@ class Coordinator:
             last = connection.farewell
             self.carry_out(
                 self.roster.left(
-                    rank, now_s, is_finished=last.is_finished, is_bereft=last.is_bereft
+                    rank, now_s, is_finished=last.is_finished, has_lost_peer=last.has_lost_peer
                 )
             )
         elif not self._operators.apply_end(rank):

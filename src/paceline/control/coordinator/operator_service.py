@@ -179,8 +179,8 @@ class OperatorService:
             roster.withdraw(rank)
         elif end.kind is None:  # it exited cleanly while no coordinator received its Leave
             self._carry_out(roster.left(rank, now_s))
-        elif end.kind is m.LossKind.BEREFT:  # the loss that caused it may not be known yet
-            self._carry_out(roster.left(rank, now_s, is_finished=False, is_bereft=True))
+        elif end.kind is m.LossKind.LOST_PEER:  # the loss that caused it may not be known yet
+            self._carry_out(roster.left(rank, now_s, is_finished=False, has_lost_peer=True))
         else:
             self._carry_out(roster.lost(rank, end.text, now_s, end.kind))
         return True

@@ -9,10 +9,9 @@ a generation with the present workers: it finds the partitions by itself.
 
 `Departures` has the members that leave in the next change. A worker leaves with its unit
 (state.py). With `on_loss="replace"` the number of a lost worker stays VACANT until a replacement is
-ready; all other losses are announced at once. A worker that fails because it lost a peer is BEREFT:
-it may be the first process to notice the loss of a unit peer. The coordinator then waits a moment
-for that loss, with which the whole unit leaves. If no other loss is seen, the worker itself counts
-as lost.
+ready; all other losses are announced at once. A worker that fails because it lost a unit peer
+(LOST_PEER) may be the first process to notice that loss. The coordinator then waits a moment for
+it, and the whole unit leaves. If no other loss is seen, the worker itself counts as lost.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from paceline.control.membership.state import (
 from paceline.errors import RendezvousError
 
 _EXPLAIN_AFTER_S = 2.0  # then the reason why a newcomer waits is printed
-_BEREFT_S = 1.0  # how long a bereft member's cause may take to be seen
+_PEER_LOSS_S = 1.0  # how long the loss of a peer may take to be seen
 
 
 class FirstGeneration:
@@ -130,7 +129,7 @@ class Departures:
         self._policy = policy
         self.left: dict[int, str] = {}  # by rank: members that exited cleanly, as text
         self.losses: dict[int, m.Loss] = {}  # by rank
-        self._bereft_s: dict[int, float] = {}  # by rank: until when the cause is waited for
+        self._lost_peer_s: dict[int, float] = {}  # by rank: until when the cause is waited for
 
     def has(self, rank: int, state: RosterState) -> bool:
         """Return whether a member has departed, also if its number is kept for a replacement."""
@@ -188,11 +187,11 @@ class Departures:
 
     def await_cause(self, rank: int, now_s: float) -> None:
         """Wait a moment for the loss that made a member fail."""
-        self._bereft_s[rank] = now_s + _BEREFT_S
+        self._lost_peer_s[rank] = now_s + _PEER_LOSS_S
 
     def overdue(self, now_s: float) -> list[int]:
         """Return, once each, the members whose cause was not seen in time."""
-        found = [rank for rank, until_s in self._bereft_s.items() if now_s >= until_s]
+        found = [rank for rank, until_s in self._lost_peer_s.items() if now_s >= until_s]
         for rank in found:
-            del self._bereft_s[rank]
+            del self._lost_peer_s[rank]
         return found

@@ -178,17 +178,17 @@ class Roster:
         return [*presences]
 
     def left(
-        self, rank: int, now_s: float, *, is_finished: bool = True, is_bereft: bool = False
+        self, rank: int, now_s: float, *, is_finished: bool = True, has_lost_peer: bool = False
     ) -> list[Decision]:
-        """Note that a member exited cleanly; `is_finished`: its work is done; `is_bereft`: it fails
-        because it lost a peer."""
+        """Note that a member exited cleanly. `is_finished`: its work is done; `has_lost_peer`: it
+        fails because it lost a peer."""
         decisions = self._cancel_reservation(rank, "it left before it was admitted")
         if not self.is_present(rank):
             return [*decisions, *self._decide(now_s)]
         assert self.membership is not None
         member = self.membership.member(rank)
         if self._departures.breaks_its_unit(self.state, member, is_finished=is_finished):
-            if is_bereft:
+            if has_lost_peer:
                 self._leases.end(rank)
                 self._departures.await_cause(rank, now_s)
             else:
@@ -268,7 +268,7 @@ class Roster:
                     decisions += self.lost(finding.rank, finding.detail, now_s, finding.kind)
         for rank in self._departures.overdue(now_s):
             why = "it lost the connection to its unit"
-            decisions += self.lost(rank, why, now_s, LossKind.BEREFT)
+            decisions += self.lost(rank, why, now_s, LossKind.LOST_PEER)
         for rank, until_s in list(self._expiry_s.items()):
             if now_s >= until_s and rank not in self._candidates:
                 decisions += self._cancel_reservation(rank, "no process used its reservation")

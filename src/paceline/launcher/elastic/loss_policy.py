@@ -171,7 +171,7 @@ class LossPolicy:
             why = f"stuck without a heartbeat, then {why}"
         is_consequence = process.status.signal is None and self._is_consequence(name)
         kind = LossKind.CRASHED if process.status.signal is None else LossKind.KILLED
-        job.control.report_end(name.rank, why, LossKind.BEREFT if is_consequence else kind)
+        job.control.report_end(name.rank, why, LossKind.LOST_PEER if is_consequence else kind)
         if is_consequence:
             declared = self._declared.get(name.rank, (_RETIRED, LossKind.RETIRED))
             self._evicted.setdefault(name.rank, declared)
