@@ -169,6 +169,20 @@ def servers(
     raise typer.Exit(command.servers(words or []))
 
 
+@app.command(help="Show the hosts of a running job, or add or remove one.")
+def hosts(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB] [add HOST[:SLOTS] | remove HOST]", help="Default: list the hosts."
+        ),
+    ] = None,
+) -> None:
+    from paceline.cli import hosts as command
+
+    raise typer.Exit(command.hosts(words or []))
+
+
 @app.command(help="End a running job, as Ctrl-C in its terminal does.")
 def stop(job: _Job = None) -> None:
     from paceline.cli import job_commands as command

@@ -18,6 +18,7 @@ from paceline.observe.telemetry.events import Event, MembershipEvent, ServerLoad
 from paceline.observe.telemetry.staleness import TableReport
 
 ROLE = "operator"  # in the handshake
+HOST_ACTIONS = ("list", "add", "remove")
 
 
 class FromOperator(msgspec.Struct, frozen=True, tag=True):
@@ -61,8 +62,23 @@ class SetPace(Ask, frozen=True):
     pace: str
 
 
+class ChangeHosts(Ask, frozen=True):
+    """Add a host to the job, remove one, or list all. The launcher answers with a text."""
+
+    action: str  # one of HOST_ACTIONS
+    host: str = ""  # "add": as in --hosts, "bob@c:4"; "remove": its name
+
+
 class AskStatus(Ask, frozen=True):
     pass
+
+
+class HostsChanged(FromOperator, frozen=True):
+    """The launcher's answer to HostsWanted."""
+
+    request: int
+    text: str  # for people
+    error: str = ""  # name of a class in paceline.errors
 
 
 class Ended(FromOperator, frozen=True):
@@ -112,6 +128,14 @@ class Status(m.Answer, frozen=True):
         return tuple(p for p, ranks in enumerate(held) if len(ranks) < self.policy.replicas)
 
 
+class HostsWanted(m.FromCoordinator, frozen=True):
+    """An operator's ChangeHosts, for the launcher; it answers with HostsChanged."""
+
+    request: int
+    action: str
+    host: str = ""
+
+
 class Happened(m.FromCoordinator, frozen=True):
     """An event for people: a member's report, or a change of the membership."""
 
@@ -127,11 +151,13 @@ OperatorMessage: TypeAlias = (
     | AddServers
     | RemoveServers
     | SetPace
+    | ChangeHosts
+    | HostsChanged
     | AskStatus
     | Ended
     | Seen
 )
 Notification: TypeAlias = (
-    m.Changed | m.Over | m.Presence | Happened | m.Wanted | m.Unwanted | m.Remark
+    m.Changed | m.Over | m.Presence | Happened | m.Wanted | m.Unwanted | m.Remark | HostsWanted
 )
 ToOperator: TypeAlias = Notification | m.Reply | m.Failure | Placed | Status

@@ -30,6 +30,7 @@ from paceline.control.client.requests import ANSWER_S, expect
 from paceline.control.membership.state import Reservation
 from paceline.control.transport.loop_thread import LoopThread
 
+HOSTS_S = 180.0  # the launcher connects to a new host and checks it
 _HEARTBEAT_S = 0.5
 _VANISHED_S = 15.0
 
@@ -126,6 +127,15 @@ class Operator(ControlClient[o.ToOperator]):
         """Change the pace of all workers; return the step after which it changes."""
         answer = self._ask(lambda n: o.SetPace(n, pace), timeout_s)
         return int(expect(answer, m.Reply).value or 0)
+
+    def change_hosts(self, action: str, host: str = "", timeout_s: float = HOSTS_S) -> str:
+        """Add or remove a host, or list the hosts; return the launcher's answer for people."""
+        answer = self._ask(lambda n: o.ChangeHosts(n, action, host), timeout_s)
+        return expect(expect(answer, m.Reply).value, bytes).decode(errors="replace")
+
+    def answer_hosts(self, request: int, text: str, error: str = "") -> None:
+        """Answer HostsWanted; only the launcher does this. Returns at once."""
+        self._send(o.HostsChanged(request, text, error))
 
     def status(self, timeout_s: float = ANSWER_S) -> o.Status:
         """Return the job as the coordinator sees it."""

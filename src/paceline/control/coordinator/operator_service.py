@@ -20,6 +20,7 @@ import msgspec
 
 from paceline.control import messages as m
 from paceline.control import operator_messages as o
+from paceline.control.coordinator.host_requests import HostRequests
 from paceline.control.coordinator.journal import CoordinatorState
 from paceline.control.coordinator.member_connections import MemberConnections
 from paceline.control.coordinator.pace_change import PaceChange
@@ -53,8 +54,8 @@ class OperatorConnection:
         is_lagging = self.channel.backlog_bytes > _MAX_BACKLOG_BYTES
         return self.is_launcher or not (is_lagging or isinstance(event, Spans))
 
-    def answer(self, request_id: int, value: int | PacelineError) -> None:
-        """Answer with a number or an error."""
+    def answer(self, request_id: int, value: int | bytes | PacelineError) -> None:
+        """Answer with a number, a text or an error."""
         if isinstance(value, PacelineError):
             self.send(m.Failure(request_id, type(value).__name__, str(value)))
         else:
@@ -82,6 +83,7 @@ class OperatorService:
         self._pace = pace
         self._carry_out = carry_out
         self._operators: set[OperatorConnection] = set()
+        self._host_requests: HostRequests[OperatorConnection] = HostRequests()
         self._ends: dict[int, o.Ended] = {}  # by rank: reported by the launcher, not yet applied
         self._reports: dict[tuple[str, int], TableReport] = {}
         self._loads: dict[int, ServerLoad] = {}  # by rank
@@ -103,6 +105,7 @@ class OperatorService:
         finally:
             self._operators.discard(operator)
             channel.close()
+            self._host_requests.on_end(operator)
             if operator.is_launcher and not any(one.is_launcher for one in self._operators):
                 self._roster.launcher_heard(None)
 
@@ -130,6 +133,8 @@ class OperatorService:
             self._on_end(message)
         elif isinstance(message, o.Seen):
             roster.seen(message.rank, now_s, stopped_since_s=message.stopped_for_s)
+        elif isinstance(message, o.HostsChanged):
+            self._host_requests.on_answer(operator, message)
         elif isinstance(message, o.Ask):
             try:
                 self._answer(operator, message, now_s)
@@ -148,6 +153,9 @@ class OperatorService:
             return
         if isinstance(ask, o.SetPace):
             self._pace.request(ask.pace, ask.id, lambda value: operator.answer(ask.id, value))
+            return
+        if isinstance(ask, o.ChangeHosts):
+            self._host_requests.pass_on(ask, operator, self._operators, roster.policy.is_elastic)
             return
         if isinstance(ask, o.Reserve):
             reserved, decisions = roster.reserve(ask.role, now_s, ask.number, request=ask.id)

@@ -181,6 +181,11 @@ class CoordinatorProcess:
         if self._operator is not None:
             self._operator.report_end(rank, text, kind)
 
+    def answer_hosts(self, request: int, text: str, error: str = "") -> None:
+        """Answer a request about hosts."""
+        if self._operator is not None:
+            self._operator.answer_hosts(request, text, error)
+
     def report_seen(self, rank: int, stopped_for_s: float | None) -> None:
         """Report whether a process runs (None), or for how long it has been stopped."""
         if self._operator is None:

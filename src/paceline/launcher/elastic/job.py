@@ -25,11 +25,12 @@ from typing import Any
 
 from paceline.control import messages as m
 from paceline.control.messages import LossKind, Remark, Unwanted, Wanted
-from paceline.control.operator_messages import Happened, Notification
+from paceline.control.operator_messages import Happened, HostsWanted, Notification
 from paceline.control.transport.auth import load_secret
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.elastic.coordinator_process import CoordinatorProcess, policy_of
 from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
+from paceline.launcher.elastic.host_requests import FixedHosts, answer
 from paceline.launcher.elastic.loss_policy import LEAVE_S, LossPolicy
 from paceline.launcher.elastic.replacements import Newcomers, Slot
 from paceline.launcher.environment import SERVER_PATIENCE_S
@@ -358,6 +359,8 @@ class ElasticJob(LocalJob):
             self.log(f"{self.event_log.name(news.rank)} is no longer wanted, and leaves")
         elif isinstance(news, Remark):
             self.log(news.text)
+        elif isinstance(news, HostsWanted):
+            self.start_task(answer(FixedHosts(self.hosts.placement), news, self.control))
         self._changed.set()
 
     def _on_happened(self, event: Event | MembershipEvent) -> None:
