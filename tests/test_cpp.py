@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build"
 TESTS = (
     "wire_test",
+    "encryption_test",
     "reduce_test",
     "bits_test",
     "codec_test",

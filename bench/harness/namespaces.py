@@ -11,6 +11,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -51,32 +52,42 @@ class Cable:
         """Return the beginning of a command that runs at one end."""
         return ["nsenter", f"--net=/proc/{self._pids[end]}/ns/net"]
 
-    def ranks(self, name: str, scratch: Path, port: int = 18600) -> list[Process]:
-        """Return how to start one rank of the job `name` at each end."""
+    def ranks(
+        self,
+        name: str,
+        scratch: Path,
+        port: int = 18600,
+        *,
+        per_host: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Process]:
+        """Return how to start so many ranks of the job `name` at each end."""
         secret = scratch / f"{name}.secret"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32), encoding="ascii")
         shared = {
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "WORLD_SIZE": str(2 * per_host),
+            "LOCAL_WORLD_SIZE": str(per_host),
             "BENCH_STORE": str(scratch / f"{name}.store"),
             "BENCH_TCP_HOST": self.addresses[0],
             "PACELINE_JOB": f"bench-{secrets.token_hex(6)}",
             "PACELINE_COORDINATOR": f"{self.addresses[0]}:{port}",
             "PACELINE_SECRET_FILE": str(secret),
+            **(env or {}),
         }
         return [
             Process(
                 [*self.enter(end), sys.executable],
                 {
                     **shared,
-                    "RANK": str(end),
+                    "RANK": str(end * per_host + local_rank),
+                    "LOCAL_RANK": str(local_rank),
                     "GLOO_SOCKET_IFNAME": self.interfaces[end],
                     "PACELINE_BIND": self.addresses[end],
                 },
             )
             for end in range(2)
+            for local_rank in range(per_host)
         ]
 
     def shape(self, rate_mbit: int, burst_kb: int = 256) -> None:

@@ -60,5 +60,5 @@ def is_right(
     if op == "send_recv":
         return rank % 2 == 0 or values.holds_copy(source, rank - 1, seed)
     if op == "exchange":
-        return values.holds_copy(target, 1 - rank, seed)
+        return values.holds_copy(target, (rank + world // 2) % world, seed)
     return op == "barrier"

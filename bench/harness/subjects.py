@@ -169,7 +169,7 @@ class Mpi:
 
 
 class PlainTcp(Mpi):
-    """One TCP connection between two ranks that exchange their arrays: what the link can carry.
+    """TCP connections between pairs of ranks that exchange arrays: what the link can carry.
 
     An all-reduce of two ranks sends as many bytes in each direction. Nothing is added up here.
     """
@@ -177,20 +177,21 @@ class PlainTcp(Mpi):
     _PORT = 18515  # in a separate network namespace, so it is free
 
     def __init__(self) -> None:
-        self.rank, self.world, self.version = int(os.environ["RANK"]), 2, "plain sockets"
-        host = os.environ["BENCH_TCP_HOST"]
-        if self.rank == 0:
-            self._socket = socket.create_server((host, self._PORT)).accept()[0]
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.version = "plain sockets"
+        host, port = os.environ["BENCH_TCP_HOST"], self._PORT + int(os.environ["LOCAL_RANK"])
+        if self.rank < self.world // 2:
+            self._socket = socket.create_server((host, port)).accept()[0]
         else:
-            self._socket = self._connect(host)
+            self._socket = self._connect(host, port)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _connect(self, host: str) -> socket.socket:
+    def _connect(self, host: str, port: int) -> socket.socket:
         for _ in range(600):
             with suppress(ConnectionRefusedError):
-                return socket.create_connection((host, self._PORT))
+                return socket.create_connection((host, port))
             time.sleep(0.1)
-        raise TimeoutError(f"no process listens at {host}:{self._PORT} after 60 s")
+        raise TimeoutError(f"no process listens at {host}:{port} after 60 s")
 
     def bind(self, op: str, source: Any, target: Any) -> Call:
         if op != "exchange":

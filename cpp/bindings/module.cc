@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 
 #include "codecs.h"
@@ -18,6 +19,7 @@
 #include "paceline/collectives/group.h"
 #include "paceline/reduce/kernels.h"
 #include "paceline/transport/private_view.h"
+#include "paceline/wire/libcrypto.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -257,7 +259,20 @@ class PyGroup {
     return {group_, get().submit_receive(member, tag, part, DType(dtype), source, background), source};
   }
 
-  void add_channel(int member, int lane, int fd) { get().add_channel(member, Lane(lane), Fd(fd)); }
+  // Takes over the descriptor. With keys (the cipher's number, to send, to receive) its bytes are encrypted.
+  void add_channel(int member, int lane, int fd, std::optional<std::tuple<int, nb::bytes, nb::bytes>> keys) {
+    Fd socket(fd);
+    if (!keys) return get().add_channel(member, Lane(lane), std::move(socket));
+    LinkKeys link_keys;
+    auto& [cipher, send, receive] = *keys;
+    if (cipher < 0 || cipher >= int(CipherKind::count_) || send.size() != kKeyBytes || receive.size() != kKeyBytes)
+      throw Error(ErrorKind::usage, "add_channel: expected a cipher of CIPHERS and two keys of 32 bytes");
+    link_keys.cipher = CipherKind(cipher);
+    std::memcpy(link_keys.send.data(), send.data(), kKeyBytes);
+    std::memcpy(link_keys.receive.data(), receive.data(), kKeyBytes);
+    get().add_channel(member, Lane(lane), std::move(socket), &link_keys);
+    explicit_bzero(&link_keys, sizeof link_keys);
+  }
   // Any thread. If the group has just been closed, there is nothing to end.
   void fail(const std::string& text) {
     auto group = group_;
@@ -307,6 +322,9 @@ NB_MODULE(_core, m) {
     for (int i = 0; i < int(ReduceOp::count_); ++i) names.append(name_of(ReduceOp(i)));
     return nb::tuple(names);
   }();
+  m.attr("CIPHERS") = nb::make_tuple(name_of(CipherKind::aes_256_gcm), name_of(CipherKind::chacha20_poly1305));
+  m.def("preferred_cipher", [] { return name_of(preferred_cipher()); });
+  m.def("cipher_library", [] { return Libcrypto::get().where; });
   m.attr("KINDS") = [] {
     nb::list names;
     for (int i = 0; i < int(Kind::count_); ++i) names.append(name_of(Kind(i)));
@@ -378,7 +396,7 @@ NB_MODULE(_core, m) {
       .def("close", &PyGroup::close)
       .def("fail", &PyGroup::fail, "text"_a)
       .def("failed", [](PyGroup& g) { return g.get().failed(); })
-      .def("add_channel", &PyGroup::add_channel, "member"_a, "lane"_a, "fd"_a)
+      .def("add_channel", &PyGroup::add_channel, "member"_a, "lane"_a, "fd"_a, "keys"_a = nb::none())
       .def("all_reduce", &PyGroup::all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
       .def("start_all_reduce", &PyGroup::start_all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a,
            "shape"_a)

@@ -6,6 +6,13 @@ from typing import Any
 DTYPES: tuple[str, ...]
 OPS: tuple[str, ...]
 KINDS: tuple[str, ...]
+CIPHERS: tuple[str, ...]
+
+# The faster of CIPHERS on this CPU; UsageError if this process has no libcrypto.
+def preferred_cipher() -> str: ...
+
+# The path of libcrypto.
+def cipher_library() -> str: ...
 
 Parts = Sequence[tuple[int, int]]
 
@@ -153,7 +160,10 @@ class Group:
     # Ends pending and later operations with GenerationChanged, on all members. From any thread.
     def fail(self, text: str) -> None: ...
     def failed(self) -> bool: ...
-    def add_channel(self, member: int, lane: int, fd: int) -> None: ...
+    # Takes over the descriptor. Keys: number of the cipher in CIPHERS, key to send, key to receive.
+    def add_channel(
+        self, member: int, lane: int, fd: int, keys: tuple[int, bytes, bytes] | None = None
+    ) -> None: ...
     def all_reduce(
         self, input: int, output: int, count: int, dtype: int, op: int, shape: Sequence[int]
     ) -> None: ...

@@ -1,6 +1,7 @@
 """Damage on the way between two hosts: BadFrame or a lost peer, never a wrong number.
 
-Two engines in one process are connected through a proxy that damages the stream at a chosen byte.
+Two engines in one process are connected through a proxy that damages the stream at a chosen byte,
+plain and encrypted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paceline.errors import BadFrame, PacelineError, PeerError
 from support.ranks import run_processes
 
 COUNT = 60_000  # several frames each way
+_KEYS = (bytes(range(32)), bytes(range(32, 64)))
 _FLOAT32, _SUM = _core.DTYPES.index("float32"), _core.OPS.index("sum")
 
 
@@ -64,15 +66,20 @@ def forward(source: socket.socket, target: socket.socket, damage: Damage | None)
         return  # an engine has closed its end
 
 
-def connect(groups: list[_core.Group], lane: int, damage: Damage | None) -> list[socket.socket]:
+def connect(
+    groups: list[_core.Group], lane: int, damage: Damage | None, is_encrypted: bool
+) -> list[socket.socket]:
     """Give both groups a channel that goes through the proxy; only 0 -> 1 is damaged."""
     mine, from_first = tcp_pair()
     to_second, theirs = tcp_pair()
     for ends in ((from_first, to_second, damage), (to_second, from_first, None)):
         threading.Thread(target=forward, args=ends, daemon=True).start()
-    for sock, group, peer in ((mine, groups[0], 1), (theirs, groups[1], 0)):
+    for sock, group, peer, keys in (
+        (mine, groups[0], 1, _KEYS),
+        (theirs, groups[1], 0, _KEYS[::-1]),
+    ):
         sock.setblocking(False)
-        group.add_channel(peer, lane, sock.detach())
+        group.add_channel(peer, lane, sock.detach(), (0, *keys) if is_encrypted else None)
     return [from_first, to_second]
 
 
@@ -86,10 +93,12 @@ def error_of(work: _core.Work, tensor: torch.Tensor) -> PacelineError | None:
     return None
 
 
-def reduce_through(engines: list[_core.Engine], number: int, damage: Damage) -> list[object]:
+def reduce_through(
+    engines: list[_core.Engine], number: int, damage: Damage, is_encrypted: bool
+) -> list[object]:
     """All-reduce between the two engines; return each side's error, or None."""
     groups = [_core.Group(engine, number, 1, [0, 1], [0, 1], 20.0) for engine in engines]
-    proxied = connect(groups, 0, damage) + connect(groups, 1, None)
+    proxied = connect(groups, 0, damage, is_encrypted) + connect(groups, 1, None, is_encrypted)
     tensors = [torch.arange(COUNT, dtype=torch.float32) + rank for rank in range(2)]
     works = [
         group.start_all_reduce(t.data_ptr(), t.data_ptr(), COUNT, _FLOAT32, _SUM, list(t.shape))
@@ -103,8 +112,9 @@ def reduce_through(engines: list[_core.Engine], number: int, damage: Damage) -> 
     return errors
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("kind", ["flip", "drop", "insert", "repeat", "noise"])
-def test_damage_is_noticed_and_never_used(kind: str) -> None:
+def test_damage_is_noticed_and_never_used(kind: str, is_encrypted: bool) -> None:
     def body(_: int) -> list[tuple[int, bool, list[str]]]:
         engines = [_core.Engine(rank, 1, 60.0, 8.0, 60.0) for rank in range(2)]
         chosen = random.Random(kind)
@@ -113,18 +123,20 @@ def test_damage_is_noticed_and_never_used(kind: str) -> None:
         found = []
         for number, position in enumerate(positions):
             damage = Damage(kind, position)
-            errors = reduce_through(engines, number + 1, damage)
+            errors = reduce_through(engines, number + 1, damage, is_encrypted)
             for error in errors:
                 assert error is None or isinstance(error, (BadFrame, PeerError)), error
-            names = [type(error).__name__ for error in errors]
-            found.append((position, damage.has_happened, names))
+            texts = [f"{type(error).__name__}: {error}" for error in errors]
+            found.append((position, damage.has_happened, texts))
         return found
 
     [outcome] = run_processes(body, [{}], timeout_s=100)
     assert outcome.error is None and outcome.status == 0, outcome
     assert sum(happened for _, happened, _ in outcome.value) > 20
-    for position, happened, names in outcome.value:
-        assert not happened or "BadFrame" in names, (position, names)
+    # Plain bytes like these are a mistake of the peer; encrypted ones, an attack on the connection.
+    expected = "PeerLost: encrypted record" if is_encrypted else "BadFrame"
+    for position, happened, texts in outcome.value:
+        assert not happened or any(expected in text for text in texts), (position, texts)
 
 
 def test_frames_that_no_peer_would_send() -> None:

@@ -296,9 +296,11 @@ bool Group::failed() {
 
 // ---- channels --------------------------------------------------------------------------------------
 
-void Group::add_channel(int member, Lane lane, Fd socket) {
+void Group::add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys) {
   int fd = socket.get();
-  auto channel = std::make_unique<TcpChannel>(std::move(socket));
+  std::unique_ptr<Channel> channel;
+  if (keys) channel = std::make_unique<EncryptedChannel>(std::move(socket), *keys, global_rank(member));
+  else channel = std::make_unique<TcpChannel>(std::move(socket));
   engine_->watch(fd);
   std::lock_guard lock(mu_);
   new_channels_.emplace_back(member, lane, std::move(channel));

@@ -16,6 +16,7 @@
 #include "paceline/collectives/request.h"
 #include "paceline/collectives/team.h"
 #include "paceline/engine/engine.h"
+#include "paceline/transport/encrypted_channel.h"
 #include "paceline/transport/port.h"
 
 namespace paceline {
@@ -52,8 +53,8 @@ class Group final : public Pollable {
   bool spans_hosts() const { return leaders_.size() > 1; }
   bool is_local(int member) const { return config_.hosts[size_t(member)] == config_.hosts[size_t(me_)]; }
 
-  // A connected, authenticated socket to a member on another host.
-  void add_channel(int member, Lane lane, Fd socket);
+  // A connected, authenticated socket to a member on another host; with keys, its bytes are encrypted.
+  void add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys = nullptr);
 
   OperationPtr submit(Request request, bool background);
   OperationPtr submit_send(int member, uint64_t tag, Part part, DType dtype, bool background);

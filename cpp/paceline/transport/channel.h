@@ -27,6 +27,7 @@ class Channel {
   bool unwritable() const { return unwritable_; }  // nothing more can be sent; something may still arrive
   // Whether bytes can be damaged on the way, so that a checksum is worth its price.
   virtual bool needs_checksum() const = 0;
+  virtual bool over_network() const = 0;
 
  protected:
   bool lost_ = false, unwritable_ = false;
@@ -43,6 +44,7 @@ class TcpChannel final : public Channel {
   void end_output() override;
   bool ended() override;
   bool needs_checksum() const override { return true; }
+  bool over_network() const override { return true; }
   int socket() const { return socket_.get(); }
 
  private:
@@ -61,6 +63,7 @@ class ShmChannel final : public Channel {
   size_t write_some(const iovec* parts, int num_parts) override;
   size_t read_some(void* to, size_t bytes) override;
   bool needs_checksum() const override { return false; }
+  bool over_network() const override { return false; }
 
  private:
   struct Ring {

@@ -53,7 +53,7 @@ class Port {
   // The driver is about to sleep: it need not wake before the rest of a payload is there.
   void before_sleep() { channel_->wake_at(in_payload_ ? in_header_.payload_bytes - in_at_ : 1); }
   // Whether the rest of a payload is still on the wire.
-  bool awaits_rest() const { return in_payload_ && channel_->needs_checksum(); }
+  bool awaits_rest() const { return in_payload_ && channel_->over_network(); }
   bool flush();                                                               // the outgoing half of it
   bool flushed() const { return control_.empty() && out_at_ == out_total_; }  // no control frame left to send
 

@@ -4,7 +4,7 @@ Neighbours (processes with the same `host_id`) are linked once per process with 
 engine passes shared memory over it and detects from it that the neighbour died. Members on other
 hosts get two TCP connections per group, one for collectives and one for point-to-point traffic, so
 that neither can block the other. The lower rank connects, the higher rank accepts. A link is
-authenticated before the engine gets it.
+authenticated before the engine gets it, and encrypted by the engine if it leaves the machine.
 
 Which processes count as the job is decided in fabric.py.
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from paceline import _core
 from paceline.control.member import Member
 from paceline.control.messages import Presence
+from paceline.control.transport.link_encryption import Link, LinkKeys
 from paceline.control.transport.peer_connections import LinkListener
 from paceline.control.wait_notice import WaitNotice
 from paceline.errors import ConnectError, PeerLost, PeerTimeout, RendezvousError
@@ -54,8 +55,8 @@ class Endpoint:
             for member in members
             if self._is_neighbour(member) and member.rank not in self._linked
         ]
-        for rank, fd in self._link(missing, "local", self.timeout_s, _no_check, local=True):
-            self.engine.add_local_peer(rank, fd)
+        for rank, link in self._link(missing, "local", self.timeout_s, _no_check, local=True):
+            self.engine.add_local_peer(rank, link.fd)
             self._linked.add(rank)
         self.engine.await_local_peers(self.timeout_s)
 
@@ -66,10 +67,10 @@ class Endpoint:
         with self._link_mus.setdefault(member.rank, threading.Lock()):  # several threads may link
             if member.rank in self._linked:
                 return
-            ((rank, fd),) = self._link(
+            ((rank, link),) = self._link(
                 [member], "local", self.timeout_s, check_membership, local=True
             )
-            self.engine.add_local_peer(rank, fd)
+            self.engine.add_local_peer(rank, link.fd)
             self.engine.await_local_peers(self.timeout_s, [rank])
             self._linked.add(rank)
 
@@ -110,8 +111,8 @@ class Endpoint:
         remote = [member for member in members if member.host_id != self.me.host_id]
         for lane, name in enumerate(LANES):
             purpose = f"group {group_id:x} generation {generation} {name}"
-            for rank, fd in self._link(remote, purpose, timeout_s, check_membership, local=False):
-                group.add_channel(ranks.index(rank), lane, fd)
+            for rank, link in self._link(remote, purpose, timeout_s, check_membership, local=False):
+                group.add_channel(ranks.index(rank), lane, link.fd, _for_core(link.keys))
         return group
 
     def _form(
@@ -159,15 +160,15 @@ class Endpoint:
         check_membership: MembershipCheck,
         *,
         local: bool,
-    ) -> list[tuple[int, int]]:
+    ) -> list[tuple[int, Link]]:
         if not members:
             return []
         assert self.listener is not None, "a world of one has no other members"
-        listener, fds = self.listener, list[tuple[int, int]]()
+        listener, links = self.listener, list[tuple[int, Link]]()
         # All connects first: they need no cooperation of the peer, so ranks cannot deadlock.
         for member in sorted(members, key=lambda member: member.rank < self.rank):
 
-            def link(step_s: float, member: Member = member) -> int:
+            def link(step_s: float, member: Member = member) -> Link:
                 if self.rank < member.rank:
                     return listener.connect(member, purpose, local, _CONNECT_STEPS * step_s)
                 return listener.accepted(member.rank, purpose, step_s)
@@ -177,20 +178,20 @@ class Endpoint:
                 check_membership(members)
 
             try:
-                fds.append((member.rank, self._link_in_steps(link, member, check, timeout_s)))
+                links.append((member.rank, self._link_in_steps(link, member, check, timeout_s)))
             except BaseException:
-                for _, fd in fds:
-                    os.close(fd)
+                for _, made in links:
+                    os.close(made.fd)
                 raise
-        return fds
+        return links
 
     def _link_in_steps(
         self,
-        link: Callable[[float], int],
+        link: Callable[[float], Link],
         member: Member,
         check: Callable[[], None],
         timeout_s: float,
-    ) -> int:
+    ) -> Link:
         """Link in short steps, to detect that the member is gone and to log a long wait."""
         deadline_s = time.monotonic() + timeout_s
         notice = WaitNotice(
@@ -234,6 +235,10 @@ class Endpoint:
             f"rank {self.rank}: rank {rank} is gone: {words}; a group with it cannot be formed",
             rank=rank,
         )
+
+
+def _for_core(keys: LinkKeys | None) -> tuple[int, bytes, bytes] | None:
+    return (_core.CIPHERS.index(keys.cipher), keys.send, keys.receive) if keys else None
 
 
 def _no_check(_: Sequence[Member]) -> None:

@@ -311,4 +311,5 @@ def _listen(env: JobEnv, rendezvous: Rendezvous) -> LinkListener:
         env.rank,
         rendezvous.bind_address,
         want_tcp=several_hosts or not rendezvous.bind_address.startswith("127."),
+        choose_cipher=_core.preferred_cipher,
     )

@@ -14,6 +14,7 @@ import threading
 
 import pytest
 
+from paceline.control.transport.link_encryption import Link
 from paceline.control.transport.peer_connections import LinkListener
 from paceline.control.transport.sockets import split_address
 from paceline.errors import AuthError, ConnectError, RendezvousError
@@ -40,25 +41,25 @@ def pair(listeners, make_member):
 
 
 @contextlib.contextmanager
-def owned(*descriptors: int):
+def owned(*links: Link):
     try:
         yield
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for link in links:
+            os.close(link.fd)
 
 
 @pytest.mark.parametrize("local", [True, False])
 def test_bytes_flow_both_ways_from_the_first_on(pair, local):
     low, high, member = pair
     near = low.connect(member, "group:1", local)
-    os.write(near, b"before the other side took it")
+    os.write(near.fd, b"before the other side took it")
     far = high.accepted(0, "group:1", 10)
     with owned(near, far):
-        assert os.read(far, 100) == b"before the other side took it"
-        os.write(far, b"back")
-        assert os.read(near, 100) == b"back"
-        for descriptor in (near, far):
+        assert os.read(far.fd, 100) == b"before the other side took it"
+        os.write(far.fd, b"back")
+        assert os.read(near.fd, 100) == b"back"
+        for descriptor in (near.fd, far.fd):
             assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_NONBLOCK
             assert fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
             with socket.socket(fileno=os.dup(descriptor)) as sock:
@@ -73,19 +74,19 @@ def test_descriptors_outlive_the_listener(pair):
     low.close()
     high.close()
     with owned(near, far):
-        os.write(near, b"still here")
-        assert os.read(far, 100) == b"still here"
+        os.write(near.fd, b"still here")
+        assert os.read(far.fd, 100) == b"still here"
 
 
 def test_purposes_keep_links_apart(pair):
     low, high, member = pair
-    fds = {purpose: low.connect(member, purpose, True) for purpose in ("a", "b", "c")}
-    for purpose, fd in fds.items():
-        os.write(fd, purpose.encode())
+    links = {purpose: low.connect(member, purpose, True) for purpose in ("a", "b", "c")}
+    for purpose, link in links.items():
+        os.write(link.fd, purpose.encode())
     for purpose in ("c", "a", "b"):
         far = high.accepted(0, purpose, 10)
-        with owned(far, fds[purpose]):
-            assert os.read(far, 10) == purpose.encode()
+        with owned(far, links[purpose]):
+            assert os.read(far.fd, 10) == purpose.encode()
 
 
 def test_accepting_may_start_before_the_peer_connects(pair):
@@ -177,9 +178,9 @@ def test_opening_and_closing_leaves_no_descriptor(secret, job_id, make_member):
     for _ in range(5):
         low, high = (LinkListener(secret, job_id, rank, want_tcp=True) for rank in range(2))
         member = make_member(1, unix=high.unix_name, tcp=high.tcp_address)
-        os.close(low.connect(member, "taken", True))
-        os.close(high.accepted(0, "taken", 10))
-        os.close(low.connect(member, "not taken", False))
+        os.close(low.connect(member, "taken", True).fd)
+        os.close(high.accepted(0, "taken", 10).fd)
+        os.close(low.connect(member, "not taken", False).fd)
         low.close()
         high.close()
         high.close()

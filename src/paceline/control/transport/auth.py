@@ -155,6 +155,11 @@ class Session:
         self._received += 1
         return payload
 
+    def export_keys(self, label: bytes) -> tuple[bytes, bytes]:
+        """Return keys for another use of this connection: one to send with, one to receive."""
+        salt = b"paceline exported key"
+        return hkdf(self._send_key, salt, label), hkdf(self._receive_key, salt, label)
+
 
 class CallerHandshake:
     """The connecting side: hello() -> answer(challenge) -> finish(frame)."""

@@ -4,6 +4,7 @@ Every member listens on an abstract Unix socket, and on TCP when the job has sev
 members the lower rank connects and the higher one waits. Both name the same purpose ("local",
 "group:7"), so that several links between the same two are never mixed up. A descriptor is
 non-blocking, detached from Python and positioned exactly after the handshake. Its receiver owns it.
+Links that leave the machine are encrypted by the core, with the keys that come with the descriptor.
 
 Threads: an asyncio loop in "paceline-links", or one that is passed in. Public methods block and
 may be called from any other thread.
@@ -14,10 +15,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from collections.abc import Callable
+from typing import Any
 
 from paceline.control.member import Member
 from paceline.control.transport.acceptor import Acceptor, introduce
 from paceline.control.transport.auth import CallerHandshake, Hello, Session
+from paceline.control.transport.link_encryption import (
+    CIPHERS,
+    Link,
+    LinkKeys,
+    is_link_encrypted,
+    refusal,
+    split_cipher,
+    with_cipher,
+)
 from paceline.control.transport.loop_thread import LoopThread
 from paceline.control.transport.sockets import (
     connect_tcp,
@@ -26,14 +38,17 @@ from paceline.control.transport.sockets import (
     keep_trying,
     listen_tcp,
     listen_unix,
+    receive_frame,
+    send_frame,
 )
-from paceline.errors import RendezvousError, UsageError
+from paceline.errors import ConfigError, RendezvousError, UsageError
+from paceline.runtime.config import encryption
 
 _Key = tuple[int, str]  # rank of the caller, purpose
 
 
 class LinkListener:
-    """One member's end of all its links."""
+    """One member's end of all its links. `choose_cipher` is called for links that it encrypts."""
 
     def __init__(
         self,
@@ -45,9 +60,12 @@ class LinkListener:
         *,
         role: str = "worker",
         thread: LoopThread | None = None,
+        choose_cipher: Callable[[], str] = lambda: CIPHERS[0],
     ) -> None:
         self._secret, self._job_id, self._rank, self._role = secret, job_id, rank, role
-        self._arrived: dict[_Key, socket.socket] = {}
+        self._encryption, self._choose_cipher = encryption(), choose_cipher
+        self._arrived: dict[_Key, tuple[socket.socket, LinkKeys | None]] = {}
+        self._refused: dict[_Key, str] = {}  # why
         self._expected: dict[_Key, asyncio.Future[None]] = {}
         self._acceptor = Acceptor(secret, job_id=job_id, listener=_name(rank), admit=self._admit)
         self.unix_name = f"paceline-{secrets.token_hex(16)}"
@@ -61,15 +79,19 @@ class LinkListener:
         self._thread = thread or LoopThread("paceline-links")
         self._thread.call(self._open(listeners))
 
-    def connect(self, member: Member, purpose: str, local: bool, timeout_s: float = 10.0) -> int:
-        """Connect to another member; return a file descriptor that the caller owns.
+    def connect(self, member: Member, purpose: str, local: bool, timeout_s: float = 10.0) -> Link:
+        """Connect to another member; the caller owns the link's descriptor.
 
         `local` chooses the Unix socket, else TCP. ConnectError names the address and the tries.
+        ConfigError if only one of the two members encrypts.
         """
         return self._thread.call(self._connect(member, purpose, local, timeout_s))
 
-    def accepted(self, rank: int, purpose: str, timeout_s: float = 10.0) -> int:
-        """Wait for another member to connect; return a descriptor that the caller owns."""
+    def accepted(self, rank: int, purpose: str, timeout_s: float = 10.0) -> Link:
+        """Wait for another member to connect; the caller owns the link's descriptor.
+
+        ConfigError if only one of the two members encrypts.
+        """
         return self._thread.call(self._take((rank, purpose), timeout_s))
 
     def close(self) -> None:
@@ -82,39 +104,72 @@ class LinkListener:
     async def _open(self, listeners: list[socket.socket]) -> None:
         self._acceptor.open(*listeners)
 
-    async def _connect(self, member: Member, purpose: str, local: bool, timeout_s: float) -> int:
+    async def _connect(self, member: Member, purpose: str, local: bool, timeout_s: float) -> Link:
         where = f"unix:{member.unix}" if local else member.tcp
 
-        async def attempt() -> socket.socket:
-            handshake = CallerHandshake(
-                self._secret,
-                job_id=self._job_id,
-                listener=_name(member.rank),
-                role=self._role,
-                rank=self._rank,
-                purpose=purpose,
-            )
+        async def attempt() -> tuple[socket.socket, LinkKeys | None]:
             sock = await (connect_unix(member.unix) if local else connect_tcp(member.tcp))
-            await introduce(sock, handshake, what=what)
-            return sock
+            try:
+                return sock, await self._introduce(sock, member, purpose, what)
+            except BaseException:
+                sock.close()
+                raise
 
         what = f"rank {self._rank}: rank {member.rank} ({member.where}) at {where}"
-        return (await keep_trying(attempt, what=what, timeout_s=timeout_s)).detach()
+        sock, keys = await keep_trying(attempt, what=what, timeout_s=timeout_s)
+        return Link(sock.detach(), keys)
 
-    async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:  # noqa: ARG002
-        key = (caller.rank, caller.purpose)
+    async def _introduce(
+        self, sock: socket.socket, member: Member, purpose: str, what: str
+    ) -> LinkKeys | None:
+        cipher = self._choose_cipher() if self._encrypts(sock, sock.getpeername()) else ""
+        handshake = CallerHandshake(
+            self._secret,
+            job_id=self._job_id,
+            listener=_name(member.rank),
+            role=self._role,
+            rank=self._rank,
+            purpose=with_cipher(purpose, cipher),
+        )
+        session = await introduce(sock, handshake, what=what)
+        if sock.family != socket.AF_UNIX:
+            reason = session.open(await receive_frame(sock))
+            if reason:
+                raise ConfigError(f"{what}: {reason.decode(errors='replace')}")
+        return LinkKeys.of(session, cipher)
+
+    def _encrypts(self, sock: socket.socket, listener: Any) -> bool:
+        return is_link_encrypted(sock.family, listener, self._encryption)
+
+    async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:
+        purpose, cipher = split_cipher(caller.purpose)
+        is_encrypted = self._encrypts(sock, sock.getsockname())
+        reason = refusal(caller.rank, cipher, self._rank, is_encrypted, self._encryption)
+        if sock.family != socket.AF_UNIX:
+            try:
+                await send_frame(sock, session.seal(reason.encode()))
+            except BaseException as error:
+                sock.close()
+                if isinstance(error, OSError):
+                    return  # the caller is gone
+                raise
+        key = (caller.rank, purpose)
         previous = self._arrived.pop(key, None)
         if previous is not None:
-            previous.close()  # its caller gave up waiting for our answer and connected again
-        self._arrived[key] = sock
+            previous[0].close()  # its caller gave up waiting for our answer and connected again
+        if reason:
+            sock.close()
+            self._refused[key] = reason
+        else:
+            self._arrived[key] = sock, LinkKeys.of(session, cipher)
         expected = self._expected.get(key)
         if expected is not None and not expected.done():
             expected.set_result(None)
 
-    async def _take(self, key: _Key, timeout_s: float) -> int:
+    async def _take(self, key: _Key, timeout_s: float) -> Link:
         if key in self._expected:
             raise UsageError(f"two threads wait for rank {key[0]} to connect for {key[1]!r}")
-        if key not in self._arrived:
+        if key not in self._arrived and key not in self._refused:
             self._expected[key] = asyncio.get_running_loop().create_future()
             try:
                 await asyncio.wait_for(self._expected[key], timeout_s)
@@ -125,11 +180,14 @@ class LinkListener:
                 ) from None
             finally:
                 del self._expected[key]
-        return self._arrived.pop(key).detach()
+        if key not in self._arrived:
+            raise ConfigError(self._refused.pop(key))
+        sock, keys = self._arrived.pop(key)
+        return Link(sock.detach(), keys)
 
     async def _close(self) -> None:
         await self._acceptor.close()
-        for sock in self._arrived.values():
+        for sock, _ in self._arrived.values():
             sock.close()
         self._arrived.clear()
 
