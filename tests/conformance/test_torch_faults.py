@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from paceline.errors import CollectiveMismatch, GenerationChanged, PeerLost, PeerTimeout
-from support import hear, run_ranks, started, tell
+from support import receive, report, run_ranks, started
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -22,7 +22,7 @@ def train_forever() -> None:
     for step in range(1_000_000):
         model(torch.ones(4, 64)).sum().backward()
         if step == 3:
-            tell("training")
+            report("training")
 
 
 @pytest.mark.parametrize("hosts", [1, 3], ids=["one host", "three hosts"])
@@ -35,7 +35,7 @@ def test_rank_killed_in_a_ddp_step_is_named(hosts):
             return f"{type(error).__name__}: {error}"
 
     with started(3, body, hosts=hosts) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.kill(1)
         for outcome in ranks.wait(60, ranks=[0, 2]):
             assert outcome.value is not None, outcome
@@ -45,7 +45,7 @@ def test_rank_killed_in_a_ddp_step_is_named(hosts):
 def test_lost_rank_ends_blocking_asynchronous_and_future_forms():
     def body(_, form):
         dist.init_process_group("paceline")
-        tell("ready")
+        report("ready")
         if dist.get_rank() == 1:
             import time
 
@@ -67,7 +67,7 @@ def test_lost_rank_ends_blocking_asynchronous_and_future_forms():
 
     for form in ("blocking", "asynchronous", "future"):
         with started(2, body, form) as ranks:
-            ranks.hear_all()
+            ranks.receive_all()
             ranks.kill(1)
             (outcome,) = ranks.wait(60, ranks=[0])
             assert outcome.status == 0 and outcome.error is None, outcome
@@ -114,15 +114,15 @@ def test_timeouts_of_a_group_and_of_a_wait():
             work = dist.all_reduce(tensor, async_op=True)
             with pytest.raises(PeerTimeout, match="continues"):
                 work.wait(timedelta(seconds=0.2))
-            tell("late")
+            report("late")
             assert work.wait() and tensor.item() == 2
         else:
-            hear()
+            receive()
             dist.all_reduce(tensor)
 
     with started(2, body) as ranks:
-        assert ranks.hear(0) == "late"
-        ranks.tell(1, "come")
+        assert ranks.receive(0) == "late"
+        ranks.send(1, "come")
         ranks.values()
 
 

@@ -15,7 +15,7 @@ from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.data_parallel.training import Training
 from paceline.runtime.job import current
-from support import hear, run_ranks, tell
+from support import receive, report, run_ranks
 from support.elastic import elastic_job
 
 STEPS = 12
@@ -265,8 +265,8 @@ def lose_the_last(group: Group, pace: str) -> tuple[Flat, list[float]]:
     sizes = set()
     for step in range(STEPS):
         if step == LOST_IN and pl.rank() == 2:
-            tell("here")
-            hear()
+            report("here")
+            receive()
         loss_of(model, pl.rank(), step).backward()
         sizes |= {size for p in model.parameters() for size in p.grad.abs().unique().tolist()}
         optimizer.step()
@@ -280,7 +280,7 @@ def test_a_repeated_step_counts_once(momentum: float, feedback: bool) -> None:
     with elastic_job(policy) as job:
         more = ",feedback=yes" if feedback else ""
         job.start(lose_the_last, f"bitmap[momentum={momentum}{more},{SMALL}]")
-        assert job.ranks.hear(2) == "here"
+        assert job.ranks.receive(2) == "here"
         time.sleep(0.5)  # so that the others wait for its votes
         job.ranks.kill(2)
         outcomes = job.ranks.wait(60)

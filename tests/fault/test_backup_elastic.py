@@ -15,7 +15,7 @@ from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.ps import messages as m
 from paceline.runtime.job import current
-from support import hear, tell
+from support import receive, report
 from support.elastic import ElasticJob, elastic_job
 
 
@@ -27,8 +27,8 @@ def policy(workers: int, **changes: object) -> Policy:
 def counts() -> dict[int, int]:
     """Return by worker: how many of its steps the server knows of."""
     reports = [r for link in current().servers for r in link.ask(m.Stats).wait().reports]
-    (report,) = reports  # on one of the partitions
-    return {one["worker"]: one["updates"] + one["dropped"] for one in report["workers"]}
+    (table,) = reports  # on one of the partitions
+    return {one["worker"]: one["updates"] + one["dropped"] for one in table["workers"]}
 
 
 def train(group: Group, pace: str, slow: int) -> dict:
@@ -46,13 +46,13 @@ def train(group: Group, pace: str, slow: int) -> dict:
         optimizer.zero_grad()
         steps += 1
         losses.append(loss.item())
-        tell((steps, pl.world_size()))
+        report((steps, pl.world_size()))
         time.sleep(0.03 if job.env.number == slow else 0.01)
     (table,) = pl.data_parallel.distribute._switchers[net].training.serving.exchange.tables
     known = counts()[job.env.number]
     table.stand_aside()  # nobody waits for it from now on
-    tell("aside")
-    hear()
+    report("aside")
+    receive()
     net.pull()
     data = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
     return {
@@ -67,7 +67,7 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int = 8) -> None:
     """Wait until a worker has done so many steps among so many."""
     done = 0
     while done < steps:
-        _, found = job.ranks.hear(rank)
+        _, found = job.ranks.receive(rank)
         done = done + 1 if found == size else 0
 
 
@@ -75,10 +75,10 @@ def stop(job: ElasticJob, ranks: list[int]) -> list[dict]:
     for rank in ranks:
         job.ranks.kill(rank, signal.SIGTERM)
     for rank in ranks:
-        while job.ranks.hear(rank) != "aside":
+        while job.ranks.receive(rank) != "aside":
             pass
     for rank in ranks:
-        job.ranks.tell(rank, "go")
+        job.ranks.send(rank, "go")
     outcomes = job.ranks.wait(60, ranks)
     assert [o.status for o in outcomes] == [0] * len(ranks), "\n".join(map(str, outcomes))
     found = [outcome.value for outcome in outcomes]

@@ -18,7 +18,7 @@ from ps_tables import Books, wait_for
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
-from support import tell
+from support import report
 from support.elastic import elastic_job
 
 WORKERS = 2
@@ -59,7 +59,7 @@ def count(group: Group, path: str, pace: str) -> dict[str, object]:
     threads = [threading.Thread(target=target) for target in (follow, look)]
     for thread in threads:
         thread.start()
-    tell("counting")
+    report("counting")
     limit = 0
     while not limit or books.issued(me) < limit:
         with books.update(me):
@@ -86,7 +86,7 @@ def run(path: Path, pace: str, losses: int, seed: int) -> None:
     with elastic_job(policy()) as job:
         job.start(count, str(path), RULES[pace])
         for worker in range(WORKERS):
-            job.ranks.hear(worker)
+            job.ranks.receive(worker)
         for _ in range(losses):
             before = books.acked(0)
             wait_for(lambda b=before: books.acked(0) > b + 5, 60)

@@ -14,7 +14,7 @@ from paceline.comm.group import Group
 from paceline.data_parallel.distribute import _switchers
 from paceline.pace.compressed import CompressedAllReduce
 from paceline.runtime.job import current
-from support import hear, tell
+from support import receive, report
 from support.elastic import elastic_job
 
 PACES = (
@@ -55,8 +55,8 @@ def add_up(group: Group, codec: str) -> tuple[torch.Tensor, torch.Tensor, torch.
     waited = torch.zeros(40, 64)
     for step in range(20):
         if step == 8 and job.env.rank == 1:
-            tell("here")
-            hear()
+            report("here")
+            receive()
         chance = torch.Generator().manual_seed(1000 * job.env.rank + step)
         mine = torch.randn(40, 64, generator=chance)
         net(torch.eye(64)).mul(mine.t()).sum().backward()  # the gradient is `mine`
@@ -86,7 +86,7 @@ def test_who_is_left_loses_nothing(codec: str) -> None:
     """Behind the loss: 2 x what they agree on + what waits = their gradients + what waited."""
     with elastic_job(policy(3)) as job:
         job.start(add_up, codec)
-        assert job.ranks.hear(1) == "here"
+        assert job.ranks.receive(1) == "here"
         job.ranks.kill(1)
         outcomes = job.ranks.wait()
         assert [o.status for o in outcomes] == [0, -9, 0], "\n".join(map(str, outcomes))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.runtime.job import current
-from support import hear, tell
+from support import receive, report
 from support.counted import Learner, Log, Table, policy
 from support.elastic import elastic_job
 
@@ -31,12 +31,12 @@ def run_free(group: Group, flag: str) -> None:
             break
         for number, batch in enumerate(pl.shard(loader, mode="dynamic", epoch=epoch, seed=1)):
             if current().env.rank == 1 and (epoch, number) == (1, 3):
-                tell("stuck")  # in the middle of a lease
-                hear()
+                report("stuck")  # in the middle of a lease
+                receive()
             model(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-            tell((epoch, batch.tolist()))
+            report((epoch, batch.tolist()))
 
 
 def test_leases_of_a_killed_worker_are_issued_again(tmp_path: Path) -> None:
@@ -44,14 +44,14 @@ def test_leases_of_a_killed_worker_are_issued_again(tmp_path: Path) -> None:
     with elastic_job(policy(3, num_servers=1, num_partitions=1)) as job:
         job.start(run_free, str(flag))
         lost: list[Any] = []
-        while (thing := job.ranks.hear(1, 60)) != "stuck":
+        while (thing := job.ranks.receive(1, 60)) != "stuck":
             lost.append(thing)
         job.ranks.kill(1)
         newcomer = job.add()
-        first = job.ranks.hear(newcomer, 60)
+        first = job.ranks.receive(newcomer, 60)
         late = [first]
         while late[-1][0] < first[0] + 2:
-            late.append(job.ranks.hear(newcomer, 60))
+            late.append(job.ranks.receive(newcomer, 60))
         flag.touch()
         outcomes = job.ranks.wait(60, [0, 2, newcomer])
         assert [o.status for o in outcomes] == [0, 0, 0], "\n".join(map(str, outcomes))
@@ -82,11 +82,11 @@ def test_in_step_each_sample_counts_once_whoever_is_lost() -> None:
     with elastic_job(policy(3)) as job:
         job.start(learn_in_step)
         log = Log(job)
-        log.hear(0, more=5)
+        log.receive(0, more=5)
         job.ranks.kill(2)
-        log.hear(0, epoch=1, more=3)
+        log.receive(0, epoch=1, more=3)
         newcomer = job.add()
-        log.hear(newcomer)
-        log.hear(newcomer, epoch=log.heard[newcomer][0] + 1)
+        log.receive(newcomer)
+        log.receive(newcomer, epoch=log.heard[newcomer][0] + 1)
         log.stop(newcomer, killed=[2])
         log.require_once(151)

@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.runtime.job import current
-from support import hear, tell
+from support import receive, report
 from support.elastic import ElasticJob, elastic_job, pause_if_held
 
 
@@ -49,7 +49,7 @@ def train(group: Group, until: int, kind: str = "", pause_s: float = 0.01) -> di
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell((job.steps_done, pl.world_size(), digest(model)))
+        report((job.steps_done, pl.world_size(), digest(model)))
         time.sleep(pause_s)
         pause_if_held(job.steps_done)
     return {"steps": job.steps_done, "changes": job.elastic.num_changes}
@@ -62,14 +62,14 @@ class Diary:
         self._job = job
         self.steps: dict[int, dict[int, tuple[int, str]]] = {}
 
-    def hear_until(self, rank: int, step: int, timeout_s: float = 60.0) -> None:
+    def receive_until(self, rank: int, step: int, timeout_s: float = 60.0) -> None:
         """Wait until a worker has done that step."""
         mine = self.steps.setdefault(rank, {})
         while max(mine, default=0) < step:
-            done, size, state = self._job.ranks.hear(rank, timeout_s)
+            done, size, state = self._job.ranks.receive(rank, timeout_s)
             mine[done] = (size, state)
 
-    def hear_rest(self) -> None:
+    def receive_rest(self) -> None:
         for rank, process in enumerate(self._job.processes):
             for done, size, state in process.told:
                 self.steps.setdefault(rank, {})[done] = (size, state)
@@ -89,14 +89,14 @@ def test_survivors_go_on_when_a_worker_is_killed(kind):
         job.hold_behind(40)  # the kill comes before the end
         job.start(train, 60, kind)
         diary = Diary(job)
-        diary.hear_until(0, 10)
+        diary.receive_until(0, 10)
         job.ranks.kill(1)
         job.let_go()
         outcomes = job.ranks.wait(60)
         assert [o.status for o in outcomes] == [0, -signal.SIGKILL, 0], "\n".join(
             map(str, outcomes)
         )
-        diary.hear_rest()
+        diary.receive_rest()
         diary.require_agreement()
         assert diary.steps[0][60][0] == 2
         assert sorted(diary.steps[0]) == list(range(1, 61))  # no step was left out or done twice
@@ -107,12 +107,12 @@ def test_the_first_worker_is_nothing_special():
         job.hold_behind(30)
         job.start(train, 50)
         diary = Diary(job)
-        diary.hear_until(2, 10)
+        diary.receive_until(2, 10)
         job.ranks.kill(0)
         job.let_go()
         outcomes = job.ranks.wait(60)
         assert [o.status for o in outcomes] == [-signal.SIGKILL, 0, 0]
-        diary.hear_rest()
+        diary.receive_rest()
         diary.require_agreement()
 
 
@@ -121,13 +121,13 @@ def test_a_newcomer_receives_everything_from_a_peer():
         job.hold_behind(80)  # it comes in before the end
         job.start(train, 100)
         diary = Diary(job)
-        diary.hear_until(0, 10)
+        diary.receive_until(0, 10)
         newcomer = job.add()
         job.wait_for_member(newcomer)
         job.let_go()
-        diary.hear_until(newcomer, 100)
+        diary.receive_until(newcomer, 100)
         values = job.ranks.values(60)
-        diary.hear_rest()
+        diary.receive_rest()
         diary.require_agreement()
         first = min(diary.steps[newcomer])
         assert 10 < first < 100
@@ -140,21 +140,21 @@ def test_two_at_once_and_replacements():
         job.hold_behind(15)
         job.start(train, 120)
         diary = Diary(job)
-        diary.hear_until(0, 10)
+        diary.receive_until(0, 10)
         job.ranks.kill(1)
         job.ranks.kill(3)
         job.hold_behind(100)
-        diary.hear_until(0, 20)
+        diary.receive_until(0, 20)
         assert diary.steps[0][20][0] == 2
         new = [job.add(), job.add()]
         for rank in new:
             job.wait_for_member(rank)
         job.let_go()
         for rank in new:
-            diary.hear_until(rank, 120)
+            diary.receive_until(rank, 120)
         outcomes = job.ranks.wait(60)
         assert [o.status for o in outcomes] == [0, -9, 0, -9, 0, 0]
-        diary.hear_rest()
+        diary.receive_rest()
         diary.require_agreement()
         assert diary.steps[0][120][0] == 4
 
@@ -168,17 +168,17 @@ def test_random_kills_and_joins(seed):
         diary = Diary(job)
         alive = [0, 1, 2]
         for rank in alive:
-            diary.hear_until(rank, 5)
+            diary.receive_until(rank, 5)
         for _ in range(10):
             time.sleep(chance.uniform(0.0, 0.3))
             victim = alive.pop(chance.randrange(len(alive)))
             job.ranks.kill(victim)
             newcomer = job.add()
-            diary.hear_until(newcomer, 1)
+            diary.receive_until(newcomer, 1)
             alive.append(newcomer)
         for rank in alive:
-            diary.hear_until(rank, max(diary.steps[alive[-1]]) + 5)
-        diary.hear_rest()
+            diary.receive_until(rank, max(diary.steps[alive[-1]]) + 5)
+        diary.receive_rest()
         diary.require_agreement()
 
 
@@ -193,7 +193,7 @@ def train_by_number(group: Group, until: int, pause_s: float) -> str:
         model(x).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell((job.steps_done, pl.world_size(), digest(model)))
+        report((job.steps_done, pl.world_size(), digest(model)))
         time.sleep(pause_s)
         pause_if_held(job.steps_done)
     return digest(model)
@@ -218,7 +218,7 @@ def test_a_replacement_makes_the_run_what_it_would_have_been(kills):
         for kill in range(kills):
             job.hold_behind(10 * kill + 14)
             for rank in holder.values():
-                diary.hear_until(rank, 10 * kill + 5)
+                diary.receive_until(rank, 10 * kill + 5)
             time.sleep(chance.uniform(0.0, 0.02))
             number = chance.randrange(3)
             job.ranks.kill(holder[number])
@@ -236,12 +236,12 @@ def test_scaling_down_loses_no_step():
         job.hold_behind(40)
         job.start(train, 80)
         diary = Diary(job)
-        diary.hear_until(0, 10)
+        diary.receive_until(0, 10)
         job.operator.scale(2)
         job.let_go()
         outcomes = job.ranks.wait(60)
         assert [o.status for o in outcomes] == [0, 0, 0], "\n".join(map(str, outcomes))
-        diary.hear_rest()
+        diary.receive_rest()
         diary.require_agreement()
         done = sorted(max(steps) for steps in diary.steps.values())
         assert done[0] < 80 and done[1:] == [80, 80]
@@ -254,7 +254,7 @@ def stop_when_asked(group: Group, until: int) -> int:
         model(torch.randn(8, 20)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell(job.steps_done)
+        report(job.steps_done)
         time.sleep(0.01)
     return job.steps_done
 
@@ -263,7 +263,7 @@ def test_a_signal_to_one_worker_stops_all_behind_the_same_step():
     with elastic_job(policy(3)) as job:
         job.start(stop_when_asked, 10_000)
         for rank in range(3):
-            job.ranks.hear(rank)
+            job.ranks.receive(rank)
         job.ranks.kill(1, signal.SIGTERM)
         assert len(set(job.ranks.values())) == 1
 
@@ -271,19 +271,19 @@ def test_a_signal_to_one_worker_stops_all_behind_the_same_step():
 def test_a_second_signal_ends_at_once():
     def busy(group: Group) -> None:
         pl.should_stop()
-        tell("ready")
+        report("ready")
         # Two signals that are pending at the same time are one: the second waits for the first.
         while not current().stopping.is_wanted():
             time.sleep(0.01)
-        tell("asked")
+        report("asked")
         while True:
             time.sleep(0.01)
 
     with elastic_job(policy(1)) as job:
         job.start(busy)
-        assert job.ranks.hear(0) == "ready"
+        assert job.ranks.receive(0) == "ready"
         job.ranks.kill(0, signal.SIGTERM)
-        assert job.ranks.hear(0) == "asked"
+        assert job.ranks.receive(0) == "asked"
         job.ranks.kill(0, signal.SIGTERM)
         (outcome,) = job.ranks.wait()
         assert outcome.status == -signal.SIGTERM
@@ -296,11 +296,11 @@ def finish_early(group: Group) -> int:
     is_new = current().env.is_newcomer
     for step in range(100_000):
         if is_new and step == 0:
-            tell("comes in")
+            report("comes in")
         model(torch.ones(1, 2)).sum().backward()
         if not is_new and step == 5:
-            tell("waits")
-            hear()
+            report("waits")
+            receive()
             return step  # without a boundary at which the newcomer could come in
         optimizer.step()
         optimizer.zero_grad()
@@ -311,12 +311,12 @@ def test_who_comes_when_all_others_have_finished_ends_in_peace() -> None:
     with elastic_job(policy(2)) as job:
         job.start(finish_early)
         for rank in (0, 1):
-            assert job.ranks.hear(rank) == "waits"
+            assert job.ranks.receive(rank) == "waits"
         newcomer = job.add()
-        assert job.ranks.hear(newcomer) == "comes in"
+        assert job.ranks.receive(newcomer) == "comes in"
         job.wait_for_member(newcomer)
         for rank in (0, 1):
-            job.ranks.tell(rank, "end")
+            job.ranks.send(rank, "end")
         outcomes = job.ranks.wait()
         assert [o.status for o in outcomes] == [0, 0, 0], "\n".join(map(str, outcomes))
         assert "is not needed: the other workers have finished" in job.ranks.output(newcomer)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
 from paceline.comm.group import Group
-from support import run_ranks, started, tell
+from support import report, run_ranks, started
 
 HOSTS = pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "a host each"])
 
@@ -34,12 +34,12 @@ def test_a_child_does_not_hide_the_death_of_its_parent(hosts: int) -> None:
         if group.rank == 1 and os.fork() == 0:
             time.sleep(600)
             os._exit(0)
-        tell("looping")
+        report("looping")
         while True:
             group.all_reduce(tensor)
 
     with started(2, body, hosts=hosts) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.kill(1)
         [survivor] = ranks.wait(60, [0])
     assert isinstance(survivor.error, pl.errors.PeerLost) and survivor.error.rank == 1, survivor

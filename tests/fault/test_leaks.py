@@ -18,7 +18,7 @@ import torch
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.runtime import job
-from support import run_ranks, started, tell
+from support import report, run_ranks, started
 from support.environs import job_environs
 from support.named_memory import named_memory
 from support.ranks import ForkServer, run_processes
@@ -34,7 +34,7 @@ def use_everything(group: Group) -> None:
     work = group.send(tensors[0], peer, async_op=True)
     group.recv(tensors[0].clone(), peer)
     work.wait()
-    tell((listener.unix_name, listener.tcp_address))
+    report((listener.unix_name, listener.tcp_address))
     while True:
         for tensor in tensors:
             group.all_reduce(tensor)
@@ -99,7 +99,7 @@ def kill_cycles(number: int, seed: int) -> None:
     names, addresses = [], []
     for cycle in range(number):
         with started(2, use_everything, hosts=1 + cycle % 2) as ranks:
-            for name, address in ranks.hear_all():
+            for name, address in ranks.receive_all():
                 names.append(name)
                 addresses.append(address)
             time.sleep(chosen.random() * 0.05)

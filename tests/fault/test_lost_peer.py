@@ -13,7 +13,7 @@ import torch
 
 import paceline as pl
 from paceline.comm.group import Group
-from support import hear, outcomes_of, started, tell
+from support import outcomes_of, receive, report, started
 
 PLACES = {"one host": 1, "a host each": 3, "2 and 1": (0, 1, 1)}
 everywhere = pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
@@ -26,7 +26,7 @@ def reduce_for_ever(group: Group, count: int, memory: str = "torch") -> None:
     for step in range(1_000_000):
         group.all_reduce(tensor)
         if step == 3:
-            tell("looping")
+            report("looping")
 
 
 def require_lost(outcome, lost: int) -> None:
@@ -42,7 +42,7 @@ def require_lost(outcome, lost: int) -> None:
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_kill_in_the_middle_of_an_all_reduce(hosts, memory: str, victim: int) -> None:
     with started(3, reduce_for_ever, 3_000_000, memory, hosts=hosts) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.kill(victim)
         outcomes = ranks.wait()
     assert outcomes[victim].status == -signal.SIGKILL
@@ -54,7 +54,7 @@ def test_a_kill_in_the_middle_of_an_all_reduce(hosts, memory: str, victim: int) 
 @everywhere
 def test_two_are_killed_at_once(hosts) -> None:
     with started(3, reduce_for_ever, 100_000, hosts=hosts) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.kill_together([0, 1])
         [survivor] = ranks.wait(60, [2])
     assert isinstance(survivor.error, pl.errors.PeerLost) and survivor.error.rank in (0, 1), (
@@ -65,13 +65,13 @@ def test_two_are_killed_at_once(hosts) -> None:
 @everywhere
 def test_a_kill_while_the_others_wait(hosts) -> None:
     def body(group: Group) -> None:
-        tell("here")
+        report("here")
         if group.rank == 1:
             time.sleep(60)
         group.all_reduce(torch.ones(10))
 
     with started(3, body, hosts=hosts, env=SAYS_SOON) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         for rank in (0, 2):
             ranks.wait_for_output(rank, "has waited")
         ranks.kill(1)
@@ -115,7 +115,7 @@ def test_a_rank_that_ends_early(hosts, how: str) -> None:
 @everywhere
 def test_sends_and_receives_notice_a_death(hosts) -> None:
     def body(group: Group) -> str:
-        tell("here")
+        report("here")
         if group.rank == 1:
             time.sleep(60)
         tensor = torch.zeros(2_000_000)
@@ -128,7 +128,7 @@ def test_sends_and_receives_notice_a_death(hosts) -> None:
         return str(caught.value)
 
     with started(3, body, hosts=hosts, env=SAYS_SOON) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         for rank in (0, 2):
             ranks.wait_for_output(rank, "has waited")
         ranks.kill(1)
@@ -142,7 +142,7 @@ def test_an_asynchronous_operation_keeps_its_error() -> None:
         if group.rank == 1:
             time.sleep(60)
         works = [group.all_reduce(torch.ones(10), async_op=True) for _ in range(5)]
-        tell("started")
+        report("started")
         for work in works:
             for _ in range(2):
                 with pytest.raises(pl.errors.PeerLost, match="rank 1"):
@@ -152,7 +152,7 @@ def test_an_asynchronous_operation_keeps_its_error() -> None:
             group.barrier()
 
     with started(2, body) as ranks:
-        ranks.hear(0)
+        ranks.receive(0)
         ranks.kill(1)
         [outcome] = ranks.wait(60, [0])
     assert outcome.error is None, outcome
@@ -162,7 +162,7 @@ def test_an_asynchronous_operation_keeps_its_error() -> None:
 def test_a_stopped_rank_is_named(hosts) -> None:
     env = {"PACELINE_LIVENESS_S": "3"}  # more than a busy machine takes from a rank
     with started(3, reduce_for_ever, 100_000, hosts=hosts, env=env) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.kill(1, signal.SIGSTOP)
         for outcome in ranks.wait(60, [0, 2]):
             assert isinstance(outcome.error, pl.errors.PeerTimeout), outcome
@@ -177,19 +177,19 @@ def test_a_stopped_rank_is_named(hosts) -> None:
 @everywhere
 def test_a_short_stop_does_no_harm(hosts) -> None:
     def body(group: Group) -> None:
-        tell("here")
+        report("here")
         for step in range(200):
             assert group.all_reduce(torch.ones(20_000))[-1].item() == 3
             time.sleep(0.002)
             if step == 150 and group.rank == 1:
-                hear()  # the stop comes before the end
+                receive()  # the stop comes before the end
 
     with started(3, body, hosts=hosts) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.kill(1, signal.SIGSTOP)
         time.sleep(1.0)
         ranks.kill(1, signal.SIGCONT)
-        ranks.tell(1, "go on")
+        ranks.send(1, "go on")
         ranks.values()
 
 
@@ -213,14 +213,14 @@ def test_a_rank_that_computes_is_not_declared_dead(hosts) -> None:
 def test_a_long_wait_says_on_whom(hosts) -> None:
     def body(group: Group) -> None:
         if group.rank == 1:
-            hear()
+            receive()
         group.all_reduce(torch.ones(10))
 
     # Rank 1 has to wait a little as well, on a busy machine: it must not say so.
     with started(3, body, hosts=hosts, env={"PACELINE_WARN_S": "2"}) as ranks:
         for rank in (0, 2):
             ranks.wait_for_output(rank, "has waited")
-        ranks.tell(1, "go on")
+        ranks.send(1, "go on")
         outcomes = ranks.wait()
     assert all(o.error is None for o in outcomes)
     for rank in (0, 2):
@@ -234,19 +234,19 @@ def test_a_long_wait_says_on_whom(hosts) -> None:
 def test_an_operation_that_takes_too_long(hosts) -> None:
     def body(group: Group) -> str:
         if group.rank == 1:
-            hear()
+            receive()
             with pytest.raises(pl.errors.PeerTimeout):
                 group.barrier()
             return ""
         with pytest.raises(pl.errors.PeerTimeout) as caught:
             group.barrier()
-        tell("too long")
+        report("too long")
         return str(caught.value)
 
     with started(3, body, hosts=hosts, env={"PACELINE_TIMEOUT_S": "1"}) as ranks:
         for rank in (0, 2):
-            ranks.hear(rank)
-        ranks.tell(1, "go on")
+            ranks.receive(rank)
+        ranks.send(1, "go on")
         outcomes = ranks.wait()
     assert all(o.error is None for o in outcomes), outcomes
     # On other hosts a rank only knows its partners: one that waits for rank 1 may be named instead.
@@ -258,9 +258,9 @@ def test_an_operation_that_takes_too_long(hosts) -> None:
 @pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "a host each"])
 def test_ctrl_c_ends_a_blocking_call(hosts: int) -> None:
     def body(group: Group) -> str:
-        tell("here")
+        report("here")
         if group.rank == 1:
-            hear()
+            receive()
             with pytest.raises(pl.errors.PeerError) as caught:
                 group.barrier()
             return str(caught.value)
@@ -271,11 +271,11 @@ def test_ctrl_c_ends_a_blocking_call(hosts: int) -> None:
         return "nothing happened"
 
     with started(2, body, hosts=hosts, env=SAYS_SOON) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.wait_for_output(0, "has waited")
         ranks.kill(0, signal.SIGINT)
         ranks.wait(60, [0])
-        ranks.tell(1, "go on")
+        ranks.send(1, "go on")
         interrupted, other = ranks.values()
     assert interrupted == "interrupted"
     assert "rank 0" in other
@@ -284,7 +284,7 @@ def test_ctrl_c_ends_a_blocking_call(hosts: int) -> None:
 def test_other_threads_run_during_a_blocking_call() -> None:
     def body(group: Group) -> None:
         if group.rank == 1:
-            hear()
+            receive()
         else:
             caller, outside = threading.get_ident(), sys._getframe().f_code
 
@@ -293,14 +293,14 @@ def test_other_threads_run_during_a_blocking_call() -> None:
                 while rounds < 100:  # never, when the GIL is held
                     rounds += sys._current_frames()[caller].f_code is not outside
                     time.sleep(0.001)
-                tell("counted")
+                report("counted")
 
             threading.Thread(target=count).start()
         group.barrier()
 
     with started(2, body) as ranks:
-        assert ranks.hear(0) == "counted"
-        ranks.tell(1, "go on")
+        assert ranks.receive(0) == "counted"
+        ranks.send(1, "go on")
         ranks.values()
 
 
@@ -308,19 +308,19 @@ def test_other_threads_run_during_a_blocking_call() -> None:
 def test_a_group_with_a_dead_member_is_refused(hosts) -> None:
     def body(group: Group) -> str:
         group.barrier()
-        tell("here")
-        hear()
+        report("here")
+        receive()
         with pytest.raises(pl.errors.PeerLost) as caught:
             pl.new_group(range(3)).barrier()
         assert caught.value.rank == 1
         return str(caught.value)
 
     with started(3, body, hosts=hosts) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.kill(1)
         ranks.wait(60, [1])
         for rank in (0, 2):
-            ranks.tell(rank, "go on")
+            ranks.send(rank, "go on")
         for outcome in ranks.wait(60, [0, 2]):
             assert outcome.error is None and "rank 1" in outcome.value, outcome
 
@@ -328,11 +328,11 @@ def test_a_group_with_a_dead_member_is_refused(hosts) -> None:
 def test_waiting_for_a_group_says_on_whom() -> None:
     def body(group: Group) -> None:
         if group.rank == 0:
-            hear()
+            receive()
         assert pl.new_group([0, 1]).all_reduce(torch.ones(1)).item() == 2
 
     with started(2, body, hosts=2) as ranks:
         ranks.wait_for_output(1, "rank 1 waits for rank 0")
-        ranks.tell(0, "go on")
+        ranks.send(0, "go on")
         ranks.values()
         assert "to form a group" in ranks.output(1)

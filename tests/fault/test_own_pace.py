@@ -17,7 +17,7 @@ from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.extend import WHOLE, Bucket, Change, Method, Pace, Setting, State, register_pace
 from paceline.runtime.job import current
-from support import run_ranks, tell
+from support import report, run_ranks
 from support.elastic import ElasticJob, elastic_job
 
 STEPS, SAVED_AT = 11, 6
@@ -95,7 +95,7 @@ def train_on(group: Group) -> str:
         net(torch.randn(8, 20, generator=chance)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell((job.steps_done, pl.world_size()))
+        report((job.steps_done, pl.world_size()))
         time.sleep(0.01)
     with net.agreed():
         return digest(net)
@@ -105,7 +105,7 @@ def wait_for(job: ElasticJob, rank: int, size: int) -> None:
     """Wait until a worker has done some steps among so many."""
     done = 0
     while done < 8:
-        _, found = job.ranks.hear(rank)
+        _, found = job.ranks.receive(rank)
         done = done + 1 if found == size else 0
 
 

@@ -17,7 +17,7 @@ from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.runtime.job import current
-from support import tell
+from support import report
 from support.elastic import ElasticJob, elastic_job
 
 SLOW = pytest.mark.slow
@@ -43,7 +43,7 @@ def die_in_a_change(at: int) -> None:
         for name in ("barrier", "all_reduce", "broadcast"):
             setattr(Group, name, counting(getattr(Group, name)))
         inner(self, chosen)  # type: ignore[arg-type]
-        tell(f"{counted[0]} operations")
+        report(f"{counted[0]} operations")
 
     def counting(operation):
         def run(*args, **options):
@@ -74,7 +74,7 @@ def train(
         net(torch.randn(8, 20, generator=chance)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell((job.steps_done, pl.world_size()))
+        report((job.steps_done, pl.world_size()))
         time.sleep(0.0 if stops else 0.01)
     with net.agreed():
         data = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
@@ -122,7 +122,7 @@ def test_a_replacement_comes_into_the_middle_of_a_change(pace: str, at: int) -> 
         assert outcome.status == -signal.SIGKILL
         newcomer = job.add(number=1)
         for _ in range(8):
-            while job.ranks.hear(newcomer)[1] != 3:
+            while job.ranks.receive(newcomer)[1] != 3:
                 pass
         job.ranks.kill(0, signal.SIGTERM)
         require_same(job, [0, 2, newcomer], pace)

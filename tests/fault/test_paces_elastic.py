@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.runtime.job import current
-from support import hear, tell
+from support import receive, report
 from support.elastic import ElasticJob, elastic_job
 
 PACES = (
@@ -50,7 +50,7 @@ def train(group: Group, pace: str) -> str:
         net(x).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell((job.steps_done, pl.world_size()))
+        report((job.steps_done, pl.world_size()))
         time.sleep(0.01)
     with net.agreed():
         data = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
@@ -62,7 +62,7 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int = 12) -> None:
     """Wait until a worker has done so many steps among so many."""
     done = 0
     while done < steps:
-        _, found = job.ranks.hear(rank)
+        _, found = job.ranks.receive(rank)
         done = done + 1 if found == size else 0
 
 
@@ -91,8 +91,8 @@ def stop_in_step(group: Group, pace: str) -> int:
     net, optimizer = pl.distribute(net, torch.optim.SGD(net.parameters(), lr=0.01), pace=pace)
     for step in range(12):
         if step == 6 and pl.rank() == 1:
-            tell("here")
-            hear()
+            report("here")
+            receive()
         net(torch.ones(2, 4)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ def stop_in_step(group: Group, pace: str) -> int:
 def test_a_loss_between_two_meetings_is_noticed_at_the_next_one() -> None:
     with elastic_job(policy(3)) as job:
         job.start(stop_in_step, "local:4")
-        assert job.ranks.hear(1) == "here"
+        assert job.ranks.receive(1) == "here"
         job.ranks.kill(1)
         outcomes = job.ranks.wait()
         assert [o.value for o in outcomes if o.status == 0] == [12, 12]

@@ -17,7 +17,7 @@ from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.ps import messages as m
 from paceline.runtime.job import current
-from support import hear, tell
+from support import receive, report
 from support.elastic import ElasticJob, elastic_job
 
 SLOW = pytest.mark.slow
@@ -59,7 +59,7 @@ def train(group: Group, pace: str) -> tuple[str, set[int], int]:
         net(x).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell((job.steps_done, pl.world_size()))
+        report((job.steps_done, pl.world_size()))
         time.sleep(0.01)
     with net.agreed():
         found = digest(net)
@@ -71,7 +71,7 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int = 12) -> None:
     """Wait until a worker has done so many steps among so many."""
     done = 0
     while done < steps:
-        _, found = job.ranks.hear(rank)
+        _, found = job.ranks.receive(rank)
         done = done + 1 if found == size else 0
 
 
@@ -137,7 +137,7 @@ def train_freely(group: Group, pace: str) -> int:
         net(torch.randn(8, 20)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell((current().steps_done, pl.world_size()))
+        report((current().steps_done, pl.world_size()))
         time.sleep(0.01)
     assert all(torch.isfinite(p).all() for p in net.parameters())
     return current().steps_done
@@ -154,7 +154,7 @@ def die_in_a_vote(group: Group, pace: str) -> tuple[str, list[int]]:
         if step == 4:
             group.barrier()  # nobody is still in the step before when one dies
         if step == 4 and pl.rank() == 1:
-            first.register_post_accumulate_grad_hook(lambda _: (tell("here"), hear()))
+            first.register_post_accumulate_grad_hook(lambda _: (report("here"), receive()))
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * pl.rank() + step))
         net(x).pow(2).mean().backward()
         assert all(p.grad.abs().unique().numel() == 1 for p in net.parameters()), "signs"
@@ -168,7 +168,7 @@ def die_in_a_vote(group: Group, pace: str) -> tuple[str, list[int]]:
 def test_a_vote_is_settled_among_those_who_are_left(pace: str) -> None:
     with elastic_job(policy(4)) as job:
         job.start(die_in_a_vote, pace)
-        assert job.ranks.hear(1) == "here"
+        assert job.ranks.receive(1) == "here"
         job.ranks.kill(1)
         outcomes = job.ranks.wait(60, [0, 2, 3])
         assert [o.status for o in outcomes] == [0, 0, 0], "\n".join(map(str, outcomes))

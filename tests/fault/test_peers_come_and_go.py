@@ -24,7 +24,7 @@ import pytest
 import paceline as pl
 from paceline import _core
 from paceline.comm.group import Group
-from support import started, tell
+from support import report, started
 from support.ranks import started_processes
 
 PATIENCE_S, LIVENESS_S = 60.0, 30.0  # neither is what ends anything here
@@ -53,7 +53,7 @@ def neighbour(name: str, rank: int, rounds: int) -> None:
     memory = engine.allocate(COUNT * 4).view(np.float32)
     memory[:] = rank
     group = pair(engine, rank)
-    tell(engine.locate(memory.ctypes.data, COUNT * 4))
+    report(engine.locate(memory.ctypes.data, COUNT * 4))
     for _ in range(rounds):
         reduce(group, memory)
     time.sleep(600)
@@ -93,7 +93,7 @@ class Host:
             self.engine.add_local_peer(rank, sock.detach())
             self.engine.await_local_peers(PATIENCE_S, [rank])
             group = pair(self.engine, rank)
-            yield Company(rank, ranks.pids[0], group, ranks.hear(0))
+            yield Company(rank, ranks.pids[0], group, ranks.receive(0))
             group.close()
         self.engine.forget_peer(rank)
 
@@ -217,7 +217,7 @@ def test_a_line_without_a_timeout_notices_a_silent_host() -> None:
     def body(group: Group) -> float:
         line = Group(group._fabric, (0, 1), timeout_s=math.inf)
         line.barrier()
-        tell("here")
+        report("here")
         if line.rank == 1:
             time.sleep(600)
         with pytest.raises(pl.errors.PeerTimeout, match="rank 1 has not run"):
@@ -225,7 +225,7 @@ def test_a_line_without_a_timeout_notices_a_silent_host() -> None:
         return time.monotonic()
 
     with started(2, body, hosts=2, env={"PACELINE_LIVENESS_S": "2"}) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         stopped_s = time.monotonic()
         ranks.kill(1, signal.SIGSTOP)
         [outcome] = ranks.wait(60, [0])

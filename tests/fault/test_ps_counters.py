@@ -17,7 +17,7 @@ import torch
 from ps_tables import Books, remote_table, wait_for
 
 from paceline.comm.group import Group
-from support import started, tell
+from support import report, started
 
 WORKERS = 3
 SEQUENCE = 20_000  # updates that a client may make
@@ -35,7 +35,7 @@ def count(group: Group, path: str, stripe: int) -> tuple[torch.Tensor, torch.Ten
     sequence = remote_table("sequence", SEQUENCE * group.size)
     mine, ones = slice(me * stripe, (me + 1) * stripe), sequence.items[0].grads
     counters.items[0].grads[mine] = -1.0
-    tell("counting")
+    report("counting")
     while not books.is_over and books.issued(me) < SEQUENCE:
         cell = me * SEQUENCE + books.issued(me)
         ones[cell] = -1.0
@@ -76,7 +76,7 @@ def kill_while_counting(path: Path, hosts: list[int], stripe: int, seed: int) ->
     books = Books(path, WORKERS)
     with started(WORKERS, count, str(path), stripe, hosts=hosts, servers=servers) as ranks:
         for worker in range(WORKERS):
-            ranks.hear(worker)
+            ranks.receive(worker)
         for victim in victims:
             time.sleep(chosen.random() * 0.1)
             ranks.kill(victim)

@@ -23,7 +23,7 @@ from paceline.comm.group import Group
 from paceline.control.member import Membership
 from paceline.control.membership.policy import Policy
 from paceline.ps.spec import Rule
-from support import tell
+from support import report
 from support.elastic import ElasticJob, elastic_job
 
 SLOW = pytest.mark.slow
@@ -48,7 +48,7 @@ def count(group: Group, path: str, pace: str) -> dict[str, object]:
     share = float(WORKERS if rule.aggregate else 1)  # lockstep applies the mean
     mine, ones = slice(me * STRIPE, (me + 1) * STRIPE), sequence.items[0].grads
     counters.items[0].grads[mine] = -share
-    tell("counting")
+    report("counting")
     slowest_s = 0.0
     while not _is_enough(books, me):
         cell = me * SEQUENCE + books.issued(me)
@@ -113,7 +113,7 @@ class Counting:
         self.job, self.books = job, Books(path, WORKERS)
         job.start(count, str(path), pace)
         for worker in range(WORKERS):
-            job.ranks.hear(worker)
+            job.ranks.receive(worker)
 
     def progress(self, updates: int = 5, timeout_s: float = 60.0) -> float:
         """Wait until every worker has so many more updates; return how long that took."""

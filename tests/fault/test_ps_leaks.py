@@ -14,7 +14,7 @@ from test_leaks import descriptors, directories, require_nothing_left
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.runtime import job
-from support import started, tell
+from support import report, started
 from support.ranks import ForkServer
 
 ENDS = ["by themselves", "a worker is killed", "a server is killed", "all are killed"]
@@ -28,7 +28,7 @@ def use_servers(group: Group, ends: str) -> None:
     model, optimizer = pl.distribute(model, optimizer, pace="ps")
     table = remote_table("numbers", 10_000)
     listener = job.current().fabric.listener
-    tell((listener.unix_name, listener.tcp_address))
+    report((listener.unix_name, listener.tcp_address))
     steps = 5 if ends == "by themselves" else 1_000_000
     for _ in range(steps):
         model(torch.randn(2, 100)).sum().backward()
@@ -40,7 +40,7 @@ def use_servers(group: Group, ends: str) -> None:
 
 def run_and_end(ends: str, hosts: list[int], chosen: random.Random) -> list[tuple[str, str]]:
     with started(2, use_servers, ends, hosts=hosts, servers=1) as ranks:
-        told = [ranks.hear(worker) for worker in range(2)]
+        told = [ranks.receive(worker) for worker in range(2)]
         if ends == "by themselves":
             ranks.values()
             return told

@@ -12,7 +12,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from support import hear, started, tell
+from support import receive, report, started
 
 VICTIM = 1  # of two servers
 PROMISED_S = 2.0
@@ -39,9 +39,9 @@ def work(group: Group, pace: str, what: str) -> tuple[float, pl.errors.PacelineE
 
     step()
     group.barrier()
-    tell("working")
+    report("working")
     if what in ("idle", "exit"):
-        hear()
+        receive()
     if what == "exit":
         return None
     doing = {
@@ -64,7 +64,7 @@ def outcomes_of_losing(
     """Kill or stop a server; return its pid, when that was, and what became of the workers."""
     with started(2, work, pace, what, hosts=hosts, servers=2, env=env) as ranks:
         for worker in range(2):
-            ranks.hear(worker)
+            ranks.receive(worker)
         pid = ranks.pids[2 + VICTIM]
         time.sleep(0.2)
         ranks.kill(2 + VICTIM, number)
@@ -72,7 +72,7 @@ def outcomes_of_losing(
         if what in ("idle", "exit"):
             time.sleep(0.3)
             for worker in range(2):
-                ranks.tell(worker, "go on")
+                ranks.send(worker, "go on")
         outcomes = ranks.wait(60, [0, 1])
         [other] = ranks.wait(60, [2])
     assert other.status == 0, other  # the other server ends with the workers

@@ -19,7 +19,7 @@ from paceline.ps import messages as m
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule, TableSpec
 from paceline.runtime import job
-from support import run_ranks, started, tell
+from support import report, run_ranks, started
 
 Make = Callable[[int], m.AnyRequest]
 changed = msgspec.structs.replace
@@ -209,18 +209,18 @@ def test_pushes_without_a_commit_take_no_memory(tmp_path: Path, hosts: list[int]
             table.push(0).wait()
             if number == 20:
                 job.current().servers[0].ask(m.Stats).wait()
-                tell("warm")
+                report("warm")
                 wait_for(lambda: books.is_over)
         job.current().servers[0].ask(m.Stats).wait()
-        tell("done")
+        report("done")
         wait_for(lambda: not books.is_over)
 
     books = Books(tmp_path / "books", 1)
     with started(1, body, str(tmp_path / "books"), hosts=hosts, servers=1) as ranks:
-        ranks.hear(0)
+        ranks.receive(0)
         before_mb = resident_mb(ranks.pids[1])
         books.end()
-        ranks.hear(0)
+        ranks.receive(0)
         assert resident_mb(ranks.pids[1]) < before_mb + 20
         books.rows[-1, Books.DONE] = 0
         ranks.values()
@@ -235,7 +235,7 @@ def test_a_worker_that_never_reads_does_not_fill_the_server(tmp_path: Path, host
             count_alone(table, books)
             return
         [link] = job.current().servers
-        tell("asking")
+        report("asking")
         for _ in range(30_000):
             if books.is_over:
                 break
@@ -245,7 +245,7 @@ def test_a_worker_that_never_reads_does_not_fill_the_server(tmp_path: Path, host
 
     books = Books(tmp_path / "books", 2)
     with started(2, body, str(tmp_path / "books"), hosts=hosts, servers=1) as ranks:
-        ranks.hear(1)
+        ranks.receive(1)
         before_mb = resident_mb(ranks.pids[2])
         wait_for(lambda: books.rows[1, Books.DONE], 60)
         before = books.acked(0)

@@ -15,7 +15,7 @@ from torch import nn
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.observe.telemetry.events import Event, Note
-from support import outcomes_of, run_ranks, started, tell
+from support import outcomes_of, report, run_ranks, started
 
 WORKERS = 3
 ONE_HOST, TWO_HOSTS = [0, 0, 0, 0], [0, 0, 1, 1]
@@ -33,7 +33,7 @@ def train(group: Group, path: str, pace: str, kind: str = "") -> float:
     """Train until the test ends it; return the longest step that the parameters made."""
     books, longest = Books(path), 0.0
     model, optimizer = make_model(pace, lr=1.0 if kind == "clip" else 0.01, norm=kind == "buffers")
-    tell("training")
+    report("training")
     while not books.is_over:
         before = nn.utils.parameters_to_vector(model.parameters()).detach()
         model(torch.randn(8, 50)).pow(2).mean().backward()
@@ -66,7 +66,7 @@ def survivors_of(
     survivors = [worker for worker in range(WORKERS) if worker != victim]
     with started(WORKERS, train, str(path), pace, kind, hosts=hosts, servers=1) as ranks:
         for worker in range(WORKERS):
-            ranks.hear(worker)
+            ranks.receive(worker)
         require_progress(books, survivors, 5)
         ranks.kill(victim)
         require_progress(books, survivors)
@@ -122,7 +122,7 @@ def test_a_worker_that_is_stopped_for_a_while(tmp_path: Path, pace: str) -> None
         WORKERS, train, *arguments, servers=1, on_event=events.append, env=limits
     ) as ranks:
         for worker in range(WORKERS):
-            ranks.hear(worker)
+            ranks.receive(worker)
         require_progress(books, [0, 1, 2], 5)
         ranks.kill(1, signal.SIGSTOP)
         try:

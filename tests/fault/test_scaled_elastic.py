@@ -13,7 +13,7 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.runtime.job import current
-from support import tell
+from support import report
 from support.elastic import ElasticJob, elastic_job
 
 SLOW = pytest.mark.slow
@@ -47,7 +47,7 @@ def train(group: Group, pace: str) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        tell((job.steps_done, pl.world_size(), scaler.get_scale()))
+        report((job.steps_done, pl.world_size(), scaler.get_scale()))
         time.sleep(0.01)
     assert all(torch.isfinite(p).all() for p in net.parameters())
     with net.agreed():
@@ -58,7 +58,7 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int = 12) -> None:
     """Wait until a worker has done so many steps among so many."""
     first, done = -1, 0
     while done < steps:
-        number, found, _ = job.ranks.hear(rank)
+        number, found, _ = job.ranks.receive(rank)
         first = number if found != size or first < 0 else first
         done = number - first
 

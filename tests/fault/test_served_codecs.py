@@ -19,7 +19,7 @@ from paceline.control.membership.policy import Policy
 from paceline.data_parallel.distribute import _switchers
 from paceline.pace.parameter_server import ServerExchange
 from paceline.runtime.job import current
-from support import tell
+from support import report
 from support.elastic import elastic_job, pause_if_held
 
 STEPS, SIZE = 40, 40_000
@@ -39,7 +39,7 @@ def push_all(group: Group, pace: str) -> tuple[torch.Tensor, torch.Tensor]:
         (model[0] * gradient(number, step)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell(step + 1)
+        report(step + 1)
         time.sleep(0.005)
         pause_if_held(step + 1)
     group.barrier()
@@ -65,10 +65,10 @@ def test_every_packet_counts_once(pace: str, hosts: tuple[int, ...]) -> None:
         job.hosts = hosts
         job.hold_behind(30)  # the loss comes before the end
         job.start(push_all, pace)
-        while job.ranks.hear(0) < 10:
+        while job.ranks.receive(0) < 10:
             pass
         job.ranks.kill(2)
-        while job.ranks.hear(0) < 20:
+        while job.ranks.receive(0) < 20:
             pass
         job.add("server", 0)  # which is filled while they go on
         job.let_go()

@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.runtime.job import current
-from support import tell
+from support import report
 from support.elastic import ElasticJob, elastic_job, pause_if_held
 
 STEPS = 60
@@ -56,7 +56,7 @@ def train(group: Group, pace: str, until: int = STEPS, pause_s: float = 0.01) ->
         model(x).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell((step + 1, pl.world_size(), digest(model)))
+        report((step + 1, pl.world_size(), digest(model)))
         time.sleep(pause_s)
         pause_if_held(step + 1)
     state = optimizer.state_dict()["state"]
@@ -70,14 +70,14 @@ class Diary:
         self._job = job
         self.steps: dict[int, dict[int, tuple[int, str]]] = {}
 
-    def hear_until(self, rank: int, step: int, timeout_s: float = 60.0) -> None:
+    def receive_until(self, rank: int, step: int, timeout_s: float = 60.0) -> None:
         """Wait until a worker has done that step."""
         mine = self.steps.setdefault(rank, {})
         while max(mine, default=0) < step:
-            done, size, state = self._job.ranks.hear(rank, timeout_s)
+            done, size, state = self._job.ranks.receive(rank, timeout_s)
             mine[done] = (size, state)
 
-    def hear_rest(self) -> None:
+    def receive_rest(self) -> None:
         for rank, process in enumerate(self._job.processes):
             for done, size, state in process.told:
                 self.steps.setdefault(rank, {})[done] = (size, state)
@@ -110,7 +110,7 @@ def undisturbed(pace: str, steps: int = STEPS) -> dict[int, str]:
         job.start(train, pace, steps, 0.0)
         end_of(job, [0, 1])
         diary = Diary(job)
-        diary.hear_rest()
+        diary.receive_rest()
         return diary.states()
 
 
@@ -121,12 +121,12 @@ def test_the_loss_of_a_server_changes_no_bit_in_lockstep(pace: str) -> None:
         job.hold_behind(40)  # the kill comes before the end
         job.start(train, pace)
         diary = Diary(job)
-        diary.hear_until(0, 10)
+        diary.receive_until(0, 10)
         time.sleep(chosen.random() * 0.05)
         job.ranks.kill(2 + chosen.randrange(2))
         job.let_go()
         end_of(job, [0, 1])
-        diary.hear_rest()
+        diary.receive_rest()
     assert diary.states() == expected
 
 
@@ -136,9 +136,9 @@ def test_free_running_workers_go_on_when_a_server_is_lost(pace: str) -> None:
         job.hold_behind(40)
         job.start(train, pace)
         diary = Diary(job)
-        diary.hear_until(0, 10)
+        diary.receive_until(0, 10)
         job.ranks.kill(2)
-        diary.hear_until(0, 20)
+        diary.receive_until(0, 20)
         new = job.add("server", 0)
         job.let_go()
         values = end_of(job, [0, 1])
@@ -153,11 +153,11 @@ def test_survivors_go_on_without_a_worker_in_lockstep(lost: int, pace: str) -> N
         job.hold_behind(40)
         job.start(train, pace)
         diary = Diary(job)
-        diary.hear_until(lost, 10)
+        diary.receive_until(lost, 10)
         job.ranks.kill(lost)
         job.let_go()
         end_of(job, [rank for rank in range(3) if rank != lost])
-        diary.hear_rest()
+        diary.receive_rest()
         states = diary.states()
     assert sorted(states) == list(range(1, STEPS + 1))
     assert diary.steps[(lost + 1) % 3][STEPS][0] == 2
@@ -169,13 +169,13 @@ def test_a_newcomer_reads_from_the_servers_and_takes_part(pace: str) -> None:
         job.hold_behind(100)  # it comes in before the end
         job.start(train, pace, 120)
         diary = Diary(job)
-        diary.hear_until(0, 10)
+        diary.receive_until(0, 10)
         newcomer = job.add()
         job.wait_for_member(newcomer)
         job.let_go()
-        diary.hear_until(newcomer, 120, 60)
+        diary.receive_until(newcomer, 120, 60)
         end_of(job, [0, 1, newcomer])
-        diary.hear_rest()
+        diary.receive_rest()
     if pace.startswith("ps"):
         diary.states()
         assert diary.steps[0][120][0] == 3
@@ -189,12 +189,12 @@ def test_a_replacement_goes_on_where_the_lost_worker_was(pace: str) -> None:
         job.hold_behind(40)
         job.start(train, pace)
         diary = Diary(job)
-        diary.hear_until(1, 10)
+        diary.receive_until(1, 10)
         job.ranks.kill(1, signal.SIGKILL)
         newcomer = job.add(number=1)
         job.let_go()
         end_of(job, [0, newcomer])
-        diary.hear_rest()
+        diary.receive_rest()
     if pace == "ps":
         assert diary.states() == expected
 
@@ -205,12 +205,12 @@ def test_a_worker_leaves_when_it_is_asked_to(pace: str) -> None:
         job.hold_behind(40)
         job.start(train, pace)
         diary = Diary(job)
-        diary.hear_until(0, 10)
+        diary.receive_until(0, 10)
         job.operator.scale(2)
         job.let_go()
         end_of(job, [0, 1])
         outcome = job.ranks.wait(60, [2])[0]
-        diary.hear_rest()
+        diary.receive_rest()
     assert outcome.status == 0, outcome
     assert max(diary.steps[2]) < STEPS
     if pace == "ps":
@@ -229,7 +229,7 @@ def test_many_losses_of_any_kind(pace: str, seed: int) -> None:
         job.start(train, pace, steps, 0.004)
         diary, workers, servers = Diary(job), [0, 1], [2, 3]
         for round_number in range(6):
-            diary.hear_until(workers[0], 20 + 60 * round_number, 60)
+            diary.receive_until(workers[0], 20 + 60 * round_number, 60)
             time.sleep(chosen.random() * 0.1)
             number, is_worker = chosen.randrange(2), chosen.random() < 0.5
             alive = workers if is_worker else servers
@@ -237,7 +237,7 @@ def test_many_losses_of_any_kind(pace: str, seed: int) -> None:
             alive[number] = job.add("worker" if is_worker else "server", number)
             wait_for_copies(job)
         end_of(job, workers, 120)
-        diary.hear_rest()
+        diary.receive_rest()
     if pace == "ps":
         assert diary.states() == expected
 

@@ -15,7 +15,7 @@ import torch
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.runtime import job
-from support import hear, started, tell
+from support import receive, report, started
 
 # What a stranger may say at once; a length prefix comes first in our own protocol.
 SPEECHES = {
@@ -37,7 +37,7 @@ def work_undisturbed(group: Group) -> tuple[int, int]:
     """Compute, and form new groups, until told to stop; return rounds and growth in KiB."""
     here = job.current()
     listener = here.fabric.listener
-    tell((here.env.coordinator, listener.tcp_address, listener.unix_name))
+    report((here.env.coordinator, listener.tcp_address, listener.unix_name))
     stop, rounds, before = torch.zeros(1), 0, resident_kib()
     while stop.item() == 0:
         for count in (10, 50_000):
@@ -52,7 +52,7 @@ def work_undisturbed(group: Group) -> tuple[int, int]:
             stop[0] = float(body._to_test.poll())
         group.broadcast(stop)
     if group.rank == 0:
-        hear()
+        receive()
     return rounds, resident_kib() - before
 
 
@@ -81,7 +81,7 @@ def call(family: int, address: object) -> Iterator[socket.socket]:
 @pytest.mark.parametrize("hosts", [1, 3], ids=["one host", "a host each"])
 def test_garbage_on_every_port(hosts: int) -> None:
     with started(3, work_undisturbed, hosts=hosts) as ranks:
-        where = list(addresses(ranks.hear_all()))
+        where = list(addresses(ranks.receive_all()))
         assert len(where) == (6 if hosts == 1 else 9)  # the coordinator's is among them thrice
         for family, address in where:
             for speech in SPEECHES.values():
@@ -91,7 +91,7 @@ def test_garbage_on_every_port(hosts: int) -> None:
                     sock.settimeout(0.05)
                     answer = sock.recv(1 << 16)
                     assert len(answer) < 4096  # a greeting at most, nothing of the job
-        ranks.tell(0, "stop")
+        ranks.send(0, "stop")
         for rounds, growth_kib in ranks.values(60):
             assert rounds > 0 and growth_kib < 100 << 10
 
@@ -99,7 +99,7 @@ def test_garbage_on_every_port(hosts: int) -> None:
 @pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "a host each"])
 def test_slow_and_silent_strangers(hosts: int) -> None:
     with started(2, work_undisturbed, hosts=hosts) as ranks, contextlib.ExitStack() as stack:
-        where = list(addresses(ranks.hear_all()))
+        where = list(addresses(ranks.receive_all()))
         # More than are admitted unauthenticated; most of them are refused.
         silent = [stack.enter_context(call(*address)) for address in where for _ in range(80)]
         dripping = [stack.enter_context(call(*address)) for address in where]
@@ -109,7 +109,7 @@ def test_slow_and_silent_strangers(hosts: int) -> None:
                     sock.send(b"\x40")
             time.sleep(0.1)
         assert silent
-        ranks.tell(0, "stop")
+        ranks.send(0, "stop")
         for rounds, growth_kib in ranks.values(60):
             assert rounds > 0 and growth_kib < 100 << 10
 

@@ -10,7 +10,7 @@ import pytest
 import paceline as pl
 from paceline.errors import PeerTimeout, ServerLost
 from paceline.ps.client import session
-from support import hear, run_ranks, started, tell
+from support import receive, report, run_ranks, started
 
 BIG = 100_003  # cut over two servers
 everywhere = pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def turns(group):
     group.barrier()
     if pl.rank() == 0:
         for step in range(5):
-            hear()
+            receive()
             assert client.push("w", zeros).wait().version == step + 1
         assert subscription.wait() == 5  # what came meanwhile is not queued
         with pytest.raises(PeerTimeout, match=r"key 'w' has no version above 5 yet, after 0.05 s"):
@@ -64,8 +64,8 @@ def turns(group):
         assert subscription.wait(timeout_s=30) == 6  # what was asked before the time was over
         return
     for _ in range(5):
-        tell("waits now")
-        tell(subscription.wait())
+        report("waits now")
+        report(subscription.wait())
     assert subscription.wait() == 6
     assert subscription.wait() is None and subscription.wait() is None
 
@@ -73,9 +73,9 @@ def turns(group):
 def test_a_version_is_told_when_it_comes():
     with started(2, turns, servers=1) as ranks:
         for step in range(5):
-            assert ranks.hear(1) == "waits now"
-            ranks.tell(0, "go")
-            assert ranks.hear(1) == step + 1
+            assert ranks.receive(1) == "waits now"
+            ranks.send(0, "go")
+            assert ranks.receive(1) == step + 1
         ranks.values()
 
 
@@ -118,14 +118,14 @@ def follow_a_server_that_dies(group):
     client = pl.ps.Client("async")
     client.init("w", np.zeros(3, np.float32), lr=1.0)
     subscription = client.subscribe("w", after=0)
-    tell("following")
+    report("following")
     with pytest.raises(ServerLost, match=r"server 0 .* It held w \[0:3\]"):
         subscription.wait()
 
 
 def test_a_server_that_dies_ends_a_subscription_with_its_name():
     with started(1, follow_a_server_that_dies, servers=1) as ranks:
-        ranks.hear(0)
+        ranks.receive(0)
         ranks.kill(1)
         (outcome,) = ranks.wait(ranks=[0])
         assert outcome.error is None, outcome

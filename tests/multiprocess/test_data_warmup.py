@@ -113,12 +113,12 @@ def test_each_sample_of_the_part_counts_once_when_workers_come_and_go() -> None:
     with elastic_job(policy(3)) as job:
         job.start(train)
         log = Log(job)
-        log.hear(0, more=3)
+        log.receive(0, more=3)
         job.ranks.kill(2)
-        log.hear(0, epoch=1, more=2)
+        log.receive(0, epoch=1, more=2)
         newcomer = job.add()
-        log.hear(newcomer)
-        log.hear(newcomer, epoch=3)
+        log.receive(newcomer)
+        log.receive(newcomer, epoch=3)
         log.stop(newcomer, killed=[2])
         counts = log.by_epoch()
         assert set(counts[0]) == set(counts[1]) and len(counts[0]) == 52

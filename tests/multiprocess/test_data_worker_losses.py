@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import paceline as pl
 from paceline.comm.group import Group
 from support import run_ranks
-from support.body import hear, tell
+from support.body import receive, report
 from support.ranks import started
 
 
@@ -25,8 +25,8 @@ def halting(_: Group, *, waits: bool) -> list[Any]:
     for pair in zip(made, read, strict=True):
         batches.append(comparable(pair))
         if len(batches) == 3 and waits:
-            tell("three")
-            hear()
+            report("three")
+            receive()
     return batches
 
 
@@ -61,11 +61,11 @@ def test_batches_of_a_lost_data_worker_are_made_by_others(
     env = {"PACELINE_LIVENESS_S": "3"}  # with less, a starved process counts as stopped
     with started(2, halts, data_workers=data_workers, hosts=hosts, env=env) as ranks:
         for rank in range(2):
-            ranks.hear(rank)
+            ranks.receive(rank)
         for victim in victims:
             ranks.kill(victim, number)
         for rank in range(2):
-            ranks.tell(rank, "go on")
+            ranks.send(rank, "go on")
         outcomes = ranks.wait(ranks=[0, 1])
         said = "".join(map(ranks.output, range(4)))
     assert [outcome.value for outcome in outcomes] == undisturbed

@@ -16,7 +16,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from support import hear, outcomes_of, run_processes, run_ranks, started, tell
+from support import outcomes_of, receive, report, run_processes, run_ranks, started
 from support.named_memory import named_memory
 
 SOON = {"PACELINE_TIMEOUT_S": "50"}  # before the test's own limit
@@ -264,9 +264,9 @@ def train_for_ever(group: Group, update: str, victim: int) -> None:
         (model(torch.randn(16, 200)) ** 2).mean().backward()
         optimizer.step()
         if count == 4:
-            tell("training")
+            report("training")
             if group.rank == victim:  # until step 4 has ended everywhere
-                hear()
+                receive()
 
 
 # -- in the test session --------------------------------------------------------------------------
@@ -292,8 +292,8 @@ def test_a_rank_that_dies_during_backward(update: str, hosts: int) -> None:
     before = named_memory()
     victim = 1
     with started(3, train_for_ever, update, victim, hosts=hosts) as ranks:
-        ranks.hear_all()
-        ranks.tell(victim, "go on")
+        ranks.receive_all()
+        ranks.send(victim, "go on")
         outcomes = ranks.wait()
     assert outcomes[victim].status == -signal.SIGKILL
     for outcome in outcomes:

@@ -13,7 +13,7 @@ import torch
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.runtime import job
-from support import hear, run_ranks, started, tell
+from support import receive, report, run_ranks, started
 
 PLACES = {"one host": 1, "a host each": 4, "2 hosts with 2": 2, "mixed": (0, 1, 0, 1)}
 everywhere = pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
@@ -39,7 +39,7 @@ def require_right(group: Group) -> None:
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_survivors_of_a_kill_go_on(hosts, victim: int) -> None:
     def body(group: Group, victim: int) -> None:
-        tell("here")
+        report("here")
         try:
             while True:
                 group.all_reduce(torch.ones(200_000))
@@ -51,7 +51,7 @@ def test_survivors_of_a_kill_go_on(hosts, victim: int) -> None:
         require_right(group)
 
     with started(4, body, victim, hosts=hosts) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         time.sleep(0.1)
         ranks.kill(victim)
         for outcome in ranks.wait(60, [rank for rank in range(4) if rank != victim]):
@@ -84,7 +84,7 @@ def test_operations_in_flight_end_with_generation_changed(hosts) -> None:
         group.barrier()
         membership = job.current().fabric.membership
         if pl.rank() == 3:
-            hear()  # the others wait for it in vain
+            receive()  # the others wait for it in vain
             return
         works = [group.all_reduce(torch.ones(100_000), async_op=True) for _ in range(3)]
         works.append(group.recv(torch.ones(5), 3, async_op=True))
@@ -112,7 +112,7 @@ def test_operations_in_flight_end_with_generation_changed(hosts) -> None:
 
     with started(4, body, hosts=hosts) as ranks:
         outcomes = ranks.wait(ranks=[0, 1, 2])
-        ranks.tell(3, "over")
+        ranks.send(3, "over")
         outcomes += ranks.wait(ranks=[3])
     assert all(o.error is None and o.status == 0 for o in outcomes), "\n".join(map(str, outcomes))
 

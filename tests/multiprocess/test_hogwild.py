@@ -12,7 +12,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from support import run_ranks, tell
+from support import report, run_ranks
 from support.counted import policy
 from support.elastic import ElasticJob, elastic_job
 
@@ -245,7 +245,7 @@ def come_and_go(group: Group) -> tuple[int, float, float]:
         optimizer.step()
         optimizer.zero_grad()
         taken += 1
-        tell(pl.world_size())
+        report(pl.world_size())
         time.sleep(0.005)
     with model.agreed():
         return taken, float(model["sum"].w.max()), float(model["rows"].weight.max())
@@ -253,7 +253,7 @@ def come_and_go(group: Group) -> tuple[int, float, float]:
 
 def wait_for(job: ElasticJob, rank: int, size: int) -> None:
     for _ in range(6):
-        while job.ranks.hear(rank, 40) != size:
+        while job.ranks.receive(rank, 40) != size:
             pass
 
 

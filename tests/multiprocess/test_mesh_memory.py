@@ -19,7 +19,7 @@ from torch import nn
 import paceline as pl
 from paceline.model_parallel.fsdp.materialize import MetaModel, materialize
 from paceline.model_parallel.sharding.layout import LocalShard, SliceSpec
-from support import hear, started, tell
+from support import receive, report, started
 
 MB = 1 << 20
 WIDTH, DEPTH = 724, 32  # 64 MB of parameters, in blocks of 2 MB
@@ -90,16 +90,16 @@ def trained(
     def body(_, optimizer_class, train):
         torch.set_num_threads(1)
         train(4, 2, num_ranks > 1, optimizer_class)  # what is loaded on first use is there now
-        tell("ready")
-        hear()
+        report("ready")
+        receive()
         return train(WIDTH, DEPTH, num_ranks > 1, optimizer_class)
 
     with limits(num_ranks, limit_bytes) as groups:
         with started(num_ranks, body, optimizer_class, train) as ranks:
-            ranks.hear_all()
+            ranks.receive_all()
             for rank, group in enumerate(groups):
                 (group / "cgroup.procs").write_text(str(ranks.pids[rank]))
-                ranks.tell(rank, "go")
+                ranks.send(rank, "go")
             outcomes = ranks.wait()
         return outcomes, [peak_bytes(group) / MB for group in groups]
 

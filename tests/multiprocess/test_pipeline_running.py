@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from paceline.errors import PacelineError, PeerError, PeerLost, UsageError
 from paceline.model_parallel.pipeline.pipeline import Pipeline
 from paceline.model_parallel.pipeline.schedules import stages_of_rank, stages_per_process
-from support import run_ranks, started, tell
+from support import report, run_ranks, started
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved:2", "zero-bubble"]
 STEPS = 20
@@ -342,10 +342,10 @@ def test_lost_stage_is_named():
             except PeerLost as error:
                 return error.rank
             if step == 3:
-                tell("training")
+                report("training")
 
     with started(3, body) as ranks:
-        ranks.hear_all()
+        ranks.receive_all()
         ranks.kill(1)
         for outcome in ranks.wait(60, ranks=[0, 2]):
             assert outcome.value == 1, outcome

@@ -13,7 +13,7 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.ps import messages as m
 from paceline.runtime import job
-from support import hear, run_ranks, started, tell
+from support import receive, report, run_ranks, started
 
 ROUNDS = 12
 
@@ -41,8 +41,8 @@ def flat(model: nn.Module) -> torch.Tensor:
 def counts() -> dict[int, tuple[int, int]]:
     """Return by worker: how many of its gradients were applied, and dropped."""
     (link,) = job.current().servers
-    (report,) = link.ask(m.Stats).wait().reports
-    return {one["worker"]: (one["updates"], one["dropped"]) for one in report["workers"]}
+    (table,) = link.ask(m.Stats).wait().reports
+    return {one["worker"]: (one["updates"], one["dropped"]) for one in table["workers"]}
 
 
 def train_with_a_sleeper(group: Group, pace: str) -> dict:
@@ -53,12 +53,12 @@ def train_with_a_sleeper(group: Group, pace: str) -> dict:
     for step in range(ROUNDS):
         value = loss(model, pl.rank(), step)
         if step == 0 and pl.rank() == 2:
-            hear()  # nobody is held up by this
+            receive()  # nobody is held up by this
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
         seen.append(flat(model))
-    tell("through")
+    report("through")
     group.barrier()  # the others wait here while the sleeper takes its steps
     return {"seen": seen, "counts": counts()}
 
@@ -72,8 +72,8 @@ def test_nobody_waits_for_the_sleeper_and_its_old_gradient_is_dropped() -> None:
         optimizer.zero_grad()
         expected.append(flat(model))
     with started(3, train_with_a_sleeper, "backup:1", servers=1) as ranks:
-        assert [ranks.hear(rank, 60) for rank in (0, 1)] == ["through", "through"]
-        ranks.tell(2, "wake up")
+        assert [ranks.receive(rank, 60) for rank in (0, 1)] == ["through", "through"]
+        ranks.send(2, "wake up")
         found = [outcome.value for outcome in ranks.wait(50)]
     for rank in (0, 1):
         for step in range(ROUNDS):

@@ -25,7 +25,7 @@ from paceline.ps.client.link import ServerLink
 from paceline.ps.connection import form_connection
 from paceline.runtime import job
 from paceline.runtime.work import Work
-from support import RanksFailed, hear, run_ranks, started, tell
+from support import RanksFailed, receive, report, run_ranks, started
 
 CLIENT, FIRST, SECOND = range(3)
 HOSTS = {"one host": [0, 0, 0], "second elsewhere": [0, 0, 1], "first elsewhere": [0, 1, 0]}
@@ -126,7 +126,7 @@ def client() -> list[object]:
     versions = [work.wait().version for work in (late, asked, whole, answered)]
     assert into.eq(7.0).all()
     assert link.server.rank == SECOND and len(link._pending) == 0
-    tell("over")
+    report("over")
     return versions
 
 
@@ -182,7 +182,7 @@ def test_a_partition_without_a_server_names_what_is_lost() -> None:
         if group.rank != CLIENT:
             if group.rank == FIRST:
                 Script(0).read()
-            hear()
+            receive()
             return ""
         news = News()
         link = link_of(news)
@@ -201,7 +201,7 @@ def test_a_partition_without_a_server_names_what_is_lost() -> None:
     with started(3, body) as ranks:
         [outcome] = ranks.wait(60, [CLIENT])
         for server in (FIRST, SECOND):
-            ranks.tell(server, "end")
+            ranks.send(server, "end")
         ranks.wait(40)
     assert outcome.error is None, outcome
     assert outcome.value.startswith("rank 0: partition 0 of the servers' tables is lost: no server")
@@ -211,12 +211,12 @@ def test_a_partition_without_a_server_names_what_is_lost() -> None:
 def test_a_long_wait_gives_way_to_others_and_a_lost_server_is_reported() -> None:
     def body(group: Group) -> tuple[int, list[int]]:
         if group.rank == SECOND:
-            hear()
+            receive()
             return 0, []
         if group.rank == FIRST:
             line = Script(0)
             line.read()
-            hear()
+            receive()
             line.answer(1)
             line.read()
             die()
@@ -226,7 +226,7 @@ def test_a_long_wait_gives_way_to_others_and_a_lost_server_is_reported() -> None
         def on_wait() -> None:
             calls.append(1)
             if len(calls) == 5:
-                tell("answer")
+                report("answer")
             with pytest.raises(PeerTimeout):
                 link.ask(m.Stats).wait(0.01)  # asking from there does not call again
 
@@ -241,10 +241,10 @@ def test_a_long_wait_gives_way_to_others_and_a_lost_server_is_reported() -> None
         return len(calls), news.accused
 
     with started(3, body) as ranks:
-        ranks.hear(CLIENT)
-        ranks.tell(FIRST, "answer")
+        ranks.receive(CLIENT)
+        ranks.send(FIRST, "answer")
         [outcome] = ranks.wait(60, [CLIENT])
-        ranks.tell(SECOND, "end")
+        ranks.send(SECOND, "end")
         ranks.wait(40)
     assert outcome.error is None, outcome
     _, accused = outcome.value

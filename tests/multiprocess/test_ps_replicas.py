@@ -19,7 +19,7 @@ from paceline.control.membership.policy import Policy
 from paceline.ps import messages as m
 from paceline.ps.client import session
 from paceline.ps.state_wire import landing
-from support import hear, tell
+from support import receive, report
 from support.elastic import elastic_job
 
 SIZE = 90_000
@@ -83,8 +83,8 @@ def update(group, mode: str) -> list[Any]:
         steps(STEPS)
         for _ in range(2):  # before the primary is killed, and after
             if group.rank == 0:
-                tell(everything(client))
-                hear()
+                report(everything(client))
+                receive()
             group.barrier()
     return seen
 
@@ -100,15 +100,15 @@ def test_whoever_takes_over_has_the_same_bits(mode: str) -> None:
     with elastic_job(policy) as job:
         job.start(update, mode)
         for _ in range(3):
-            before = job.ranks.hear(0)
+            before = job.ranks.receive(0)
             while len(copies := job.operator.status().membership.partitions[0]) < 2:
                 time.sleep(0.01)
             primary = job.operator.status().membership.member(copies[0])
             job.ranks.kill(primary.rank)
-            job.ranks.tell(0, "look again")
-            after = job.ranks.hear(0)
+            job.ranks.send(0, "look again")
+            after = job.ranks.receive(0)
             assert after == before
             job.add("server", primary.number)
-            job.ranks.tell(0, "go on")  # while the new copy is being filled
+            job.ranks.send(0, "go on")  # while the new copy is being filled
         outcomes = job.ranks.wait(60, [0, 1])
         assert all(outcome.status == 0 for outcome in outcomes), "\n".join(map(str, outcomes))

@@ -9,7 +9,7 @@ from paceline.pace.parameter_server import ServerExchange
 from paceline.ps.server.server import Server
 from paceline.ps.server.table_requests import ServedTable
 from paceline.runtime import server_main as serve
-from support.body import pack, tell
+from support.body import pack, report
 from support.environs import job_environs
 from support.passages import Passages, documented
 from support.ranks import _unpack_and_join, started_processes
@@ -48,7 +48,7 @@ def train(_group: object) -> list[str]:
 def serve_and_tell() -> None:
     with Passages(Server.serve, keep=ServedTable.on_push) as walk:
         status = serve.main()
-    tell(walk.usual(USUAL))
+    report(walk.usual(USUAL))
     assert status == 0
 
 
@@ -56,7 +56,7 @@ def test_a_push_goes_through_the_files_that_the_page_names() -> None:
     with job_environs(2, 1, None, 1, None, ()) as environs:
         joining = (_unpack_and_join, (pack(train), ()))
         with started_processes([joining, joining, (serve_and_tell, ())], environs) as ranks:
-            on_server = ranks.hear(2)
+            on_server = ranks.receive(2)
             on_worker, *_ = ranks.values(60)
     walked = {*on_worker, "ps/server/process.py", *on_server, *(f"cpp/{name}" for name in CPP)}
     assert cpp_problems(CPP) == []

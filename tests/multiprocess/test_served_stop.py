@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from support import started, tell
+from support import report, started
 
 
 def train_until_stopped(group: Group, pace: str) -> int:
@@ -22,7 +22,7 @@ def train_until_stopped(group: Group, pace: str) -> int:
     steps = 0
     while not pl.should_stop():
         if steps == 3:
-            tell("trains")
+            report("trains")
         model(torch.ones(2, 4)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -35,7 +35,7 @@ def train_until_stopped(group: Group, pace: str) -> int:
 def test_all_stop_behind_the_same_step(pace: str) -> None:
     with started(3, train_until_stopped, pace, servers=2) as ranks:
         for rank in range(3):
-            assert ranks.hear(rank) == "trains"
+            assert ranks.receive(rank) == "trains"
         ranks.kill(1, signal.SIGTERM)
         steps = ranks.values(60)[:3]
     assert len(set(steps)) == 1 and steps[0] > 3
@@ -45,7 +45,7 @@ def test_signals_to_all_at_different_moments_are_one_wish() -> None:
     """As the launcher sends them: each worker hears of its own in another step than the others."""
     with started(3, train_until_stopped, "ps", servers=1) as ranks:
         for rank in range(3):
-            assert ranks.hear(rank) == "trains"
+            assert ranks.receive(rank) == "trains"
         for rank in range(3):
             ranks.kill(rank, signal.SIGTERM)
         assert len(set(ranks.values(60)[:3])) == 1

@@ -118,7 +118,7 @@ def styles(plan: TensorPlan) -> dict[str, str]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_cut_models_equal_whole_ones(size, dtype):
+def test_sharded_models_equal_full_ones(size, dtype):
     def body(_):
         device_mesh = mesh()
         torch.manual_seed(1)

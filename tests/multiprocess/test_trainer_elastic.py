@@ -17,7 +17,7 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.runtime.job import current
-from support import hear, tell
+from support import receive, report
 from support.elastic import ElasticJob, elastic_job
 
 
@@ -33,9 +33,9 @@ class Slowly(pl.Callback):
         self.is_enough = True
 
     def on_step_end(self, trainer: pl.Trainer, batch: Any, loss: float) -> None:
-        tell((trainer.step, pl.world_size()))
+        report((trainer.step, pl.world_size()))
         if trainer.step == self.halts_at and current().env.rank == 0:
-            hear()
+            receive()
         trainer.should_stop = trainer.should_stop or self.is_enough
         time.sleep(0.01)
 
@@ -78,7 +78,7 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int) -> None:
     """Wait until a worker has done so many steps among so many."""
     first, done = -1, 0
     while done < steps:
-        number, found = job.ranks.hear(rank, 60)
+        number, found = job.ranks.receive(rank, 60)
         first = number if found != size or first < 0 else first
         done = number - first
 
@@ -118,7 +118,7 @@ def test_where_everybody_runs_free_a_replacement_comes_to_the_end_as_well() -> N
         job.ranks.kill(1)
         newcomer = job.add(number=1)
         job.wait_for_member(newcomer)
-        job.ranks.tell(0, "go on")
+        job.ranks.send(0, "go on")
         outcomes = job.ranks.wait(60)
     statuses = [o.status for o in outcomes]
     assert statuses == [0, -9, 0, 0], "\n".join(map(str, outcomes))

@@ -14,7 +14,7 @@ from paceline import _core
 from paceline.comm.group import Group
 from paceline.errors import PeerLost, UsageError
 from support import run_ranks, started
-from support.body import hear, tell
+from support.body import receive, report
 
 INT64 = _core.DTYPES.index("int64")
 ROUNDS = 200
@@ -96,16 +96,16 @@ def test_a_work_that_failed_has_finished() -> None:
     def body(world: Group) -> None:
         pair = pl.new_group([0, 1]) if world.rank < 2 else None
         if pair is None or pair.rank == 1:
-            return hear()
+            return receive()
         standing = [Standing(world, 2), Standing(pair, 1)]
         works = [each.work for each in standing]
-        tell("waiting")
+        report("waiting")
         assert _core.wait_any(works, 30.0) == 1
         with pytest.raises(PeerLost, match="rank 1"):
             works[1].wait()
 
     with started(3, body) as ranks:
-        ranks.hear(0)
+        ranks.receive(0)
         ranks.kill(1)
         [outcome] = ranks.wait(ranks=[0])
         assert outcome.error is None and outcome.status == 0, outcome
@@ -114,14 +114,14 @@ def test_a_work_that_failed_has_finished() -> None:
 def test_an_interrupt_raises_and_leaves_the_group_whole() -> None:
     def body(group: Group) -> None:
         if group.rank == 1:
-            hear()
+            receive()
             return group.send(torch.arange(16), 0, tag=1)
         standing = Standing(group, 1)
         try:
-            tell("waiting")
+            report("waiting")
             _core.wait_any([standing.work], 60.0)
         except KeyboardInterrupt:
-            tell("interrupted")
+            report("interrupted")
         else:
             raise AssertionError("no interrupt")
         assert _core.wait_any([standing.work], 30.0) == 0
@@ -129,11 +129,11 @@ def test_an_interrupt_raises_and_leaves_the_group_whole() -> None:
         assert standing.buffer.tolist() == list(range(16))
 
     with started(2, body) as ranks:
-        assert ranks.hear(0) == "waiting"
+        assert ranks.receive(0) == "waiting"
         time.sleep(0.2)  # into the wait, most likely; correct wherever the signal finds it
         ranks.kill(0, signal.SIGINT)
-        assert ranks.hear(0) == "interrupted"
-        ranks.tell(1, "go on")
+        assert ranks.receive(0) == "interrupted"
+        ranks.send(1, "go on")
         ranks.values()
 
 

@@ -8,16 +8,16 @@
 `started(4, body)` lets the test act while they run: signals, messages, strangers on their ports.
 """
 
-from support.body import hear, tell
+from support.body import receive, report
 from support.ranks import Outcome, RanksFailed, outcomes_of, run_processes, run_ranks, started
 
 __all__ = [
     "Outcome",
     "RanksFailed",
-    "hear",
+    "receive",
     "outcomes_of",
     "run_processes",
     "run_ranks",
     "started",
-    "tell",
+    "report",
 ]

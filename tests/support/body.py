@@ -20,15 +20,15 @@ from typing import Any
 _to_test: Connection | None = None  # in a rank: the way to the test that started it
 
 
-def tell(thing: object) -> None:
+def report(thing: object) -> None:
     """In a rank: send something to the test."""
-    assert _to_test is not None, "only a rank can tell"
-    _to_test.send(("told", thing))
+    assert _to_test is not None, "only a rank can report"
+    _to_test.send(("reported", thing))
 
 
-def hear() -> Any:
+def receive() -> Any:
     """In a rank: wait for what the test sends."""
-    assert _to_test is not None, "only a rank can hear"
+    assert _to_test is not None, "only a rank can receive"
     return _to_test.recv()
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import paceline as pl
 from paceline.control.membership.policy import Policy
 from paceline.runtime.job import current
-from support.body import tell
+from support.body import report
 from support.elastic import ElasticJob
 from support.ranks import Outcome
 
@@ -66,7 +66,7 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         counted = torch.nonzero(self.model.w.detach() - before).flatten().tolist()
-        tell((current().steps_done, epoch, counted, pl.world_size()))
+        report((current().steps_done, epoch, counted, pl.world_size()))
         if pl.should_stop():
             raise SystemExit(0)
         time.sleep(self.pause_s)
@@ -80,13 +80,13 @@ class Log:
         self.steps: dict[int, tuple[int, list[int], int]] = {}
         self.heard: dict[int, tuple[int, int]] = {}  # by rank: epoch and step
 
-    def hear(self, rank: int, *, epoch: int = 0, more: int = 1) -> None:
+    def receive(self, rank: int, *, epoch: int = 0, more: int = 1) -> None:
         """Wait until a worker is in that epoch, and has done so many steps since."""
         while self.heard.get(rank, (-1, 0))[0] < epoch:
-            self._note(rank, self.job.ranks.hear(rank, 60))
+            self._note(rank, self.job.ranks.receive(rank, 60))
         step = self.heard[rank][1] + more
         while self.heard[rank][1] < step:
-            self._note(rank, self.job.ranks.hear(rank, 60))
+            self._note(rank, self.job.ranks.receive(rank, 60))
 
     def stop(self, rank: int, killed: Collection[int] = ()) -> list[Outcome]:
         """Ask for the end; all workers end well, but for those that were killed."""
@@ -95,10 +95,10 @@ class Log:
         for number, outcome in enumerate(outcomes):
             expected = -signal.SIGKILL if number in killed else 0
             assert outcome.status == expected, "\n".join(map(str, outcomes))
-        self.hear_rest()
+        self.receive_rest()
         return outcomes
 
-    def hear_rest(self) -> None:
+    def receive_rest(self) -> None:
         """Take in what has been told and not heard yet."""
         for number, process in enumerate(self.job.processes):
             for told in process.told:

@@ -186,10 +186,10 @@ class Ranks:
             for rank in ranks:
                 self.kill(rank, number)
 
-    def tell(self, rank: int, thing: object) -> None:
+    def send(self, rank: int, thing: object) -> None:
         self._processes[rank].connection.send(thing)
 
-    def hear(self, rank: int, timeout_s: float = 60.0) -> Any:
+    def receive(self, rank: int, timeout_s: float = 60.0) -> Any:
         """Wait for the next thing that the rank tells."""
         told = self._processes[rank].told
         self._watch(lambda: told or self._has_ended(rank), timeout_s)
@@ -199,8 +199,8 @@ class Ranks:
             self._fail(f"rank {rank} told nothing")
         return told.pop(0)
 
-    def hear_all(self, timeout_s: float = 60.0) -> list[Any]:
-        return [self.hear(rank, timeout_s) for rank in range(len(self._processes))]
+    def receive_all(self, timeout_s: float = 60.0) -> list[Any]:
+        return [self.receive(rank, timeout_s) for rank in range(len(self._processes))]
 
     def output(self, rank: int) -> str:
         """Return what the rank has printed so far."""
@@ -272,7 +272,7 @@ class Ranks:
         except (EOFError, OSError):  # the end, or one in the middle of a message
             process.is_listening = False
             return
-        if kind == "told":
+        if kind == "reported":
             process.told.append(thing)
         else:
             outcome.has_reported = True

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from support.body import hear, pack, tell, unpack
+from support.body import pack, receive, report, unpack
 from support.ranks import Outcome, Ranks, started_processes
 
 needs_strace = pytest.mark.skipif(
@@ -40,8 +40,8 @@ class Call:
 def _wait_and_call(packed: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
     function = unpack(packed)
     prepared = function(*arguments)
-    tell("ready")
-    assert hear() == "go"
+    report("ready")
+    assert receive() == "go"
     os.chdir(_MARK)  # the calls of interest begin here ...
     result = prepared()
     os.chdir(_MARK)  # ... and end here
@@ -54,14 +54,14 @@ def _traced(
 ) -> Iterator[Ranks]:
     environ = {"PATH": os.environ["PATH"]}
     with started_processes([(_wait_and_call, (pack(function), arguments))], [environ]) as ranks:
-        assert ranks.hear(0) == "ready"
+        assert ranks.receive(0) == "ready"
         command = ["strace", "-f", "-p", str(ranks.pids[0]), *options]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
             try:
                 assert strace.stderr is not None
                 line = strace.stderr.readline()
                 assert "attached" in line, line + strace.stderr.read()
-                ranks.tell(0, "go")
+                ranks.send(0, "go")
                 ranks.wait()
                 yield ranks
             finally:

@@ -33,7 +33,7 @@ ROWS = (
             _story(1, "processes"),
             "tests/fault/test_elastic_training.py::test_",
             "tests/multiprocess/test_run_elastic.py::test_a_killed_worker",
-            "tests/multiprocess/test_shard_elastic.py::test_each_sample_counts_once",
+            "tests/multiprocess/test_elastic_data.py::test_each_sample_counts_once",
         ),
     ),
     Row(
@@ -271,7 +271,7 @@ ROWS = (
         (
             _story(34, "scale"),
             "tests/fault/test_ps_failover.py::test_servers_are_added_and_removed",
-            "tests/multiprocess/test_shard_elastic.py::test_random_kills_and_joins",
+            "tests/multiprocess/test_elastic_data.py::test_random_kills_and_joins",
         ),
     ),
     Row(

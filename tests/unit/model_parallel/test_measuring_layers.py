@@ -8,7 +8,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.errors import UsageError
-from support.cut_models import Shared, TiedGPT
+from support.stage_models import Shared, TiedGPT
 
 
 @pytest.fixture(autouse=True)

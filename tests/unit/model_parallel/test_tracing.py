@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 from paceline.model_parallel.pipeline.partitioning import choose_split_points
 from paceline.model_parallel.pipeline.splitting import find_tied, release_other_stages, split
 from paceline.model_parallel.pipeline.tracing import trace
-from support.cut_models import WIDTH, Block, RopeModel, Shared, Statistics, TiedGPT, UNet
 from support.stage_checks import chained, check_cuts
+from support.stage_models import WIDTH, Block, RopeModel, Shared, Statistics, TiedGPT, UNet
 
 
 @pytest.fixture(autouse=True)

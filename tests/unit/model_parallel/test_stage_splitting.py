@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from support import cut_models
+from support import stage_models
 from support.stage_checks import check_cuts
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -78,4 +78,4 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_cut_everywhere(name):
-    check_cuts(getattr(cut_models, name)(), CASES[name](), largest=3)
+    check_cuts(getattr(stage_models, name)(), CASES[name](), largest=3)

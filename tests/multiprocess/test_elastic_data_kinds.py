@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.runtime.job import current
-from support import hear, tell
+from support import receive, report
 from support.counted import Learner, Log, policy
 from support.elastic import elastic_job
 
@@ -57,12 +57,12 @@ def test_samples_of_a_stream_count_once(kind: str) -> None:
     with elastic_job(policy(3)) as job:
         job.start(train_stream, kind, samples)
         log = Log(job)
-        log.hear(0, more=8)
+        log.receive(0, more=8)
         job.ranks.kill(1)
-        log.hear(0, epoch=1, more=8)
+        log.receive(0, epoch=1, more=8)
         newcomer = job.add()
-        log.hear(newcomer)
-        log.hear(newcomer, epoch=log.heard[newcomer][0] + 1)
+        log.receive(newcomer)
+        log.receive(newcomer, epoch=log.heard[newcomer][0] + 1)
         log.stop(0, killed=[1])
         log.require_once(samples)
 
@@ -81,13 +81,13 @@ def test_a_replacement_with_its_own_data_goes_on_where_the_others_are() -> None:
     with elastic_job(policy(3)) as job:
         job.start(train_own, 150)
         log = Log(job)
-        log.hear(0, more=5)
+        log.receive(0, more=5)
         job.ranks.kill(1)
-        log.hear(0, more=3)
+        log.receive(0, more=3)
         newcomer = job.add(number=1)
-        log.hear(newcomer)
+        log.receive(newcomer)
         came = log.heard[newcomer][0]
-        log.hear(newcomer, epoch=came + 2)
+        log.receive(newcomer, epoch=came + 2)
         log.stop(0, killed=[1])
         epochs = log.by_epoch()
         left_out: set[int] = set()
@@ -109,8 +109,8 @@ def evaluate(group: Group, samples: int) -> list[int]:
         for number, batch in enumerate(pl.shard(test, pad=False)):
             mine[batch] += 1
             if number == 3 and current().env.rank == 2 and round_ == 0:
-                tell("evaluates")
-                hear()  # the test ends it here
+                report("evaluates")
+                receive()  # the test ends it here
         pl.world().all_reduce(mine)
         seen.append(mine.tolist())
     return seen
@@ -119,7 +119,7 @@ def evaluate(group: Group, samples: int) -> list[int]:
 def test_what_a_lost_worker_has_evaluated_is_evaluated_again() -> None:
     with elastic_job(policy(3)) as job:
         job.start(evaluate, 50)
-        while job.ranks.hear(2) != "evaluates":
+        while job.ranks.receive(2) != "evaluates":
             pass
         job.ranks.kill(2)
         outcomes = job.ranks.wait(60)
@@ -140,8 +140,8 @@ def train_and_pause(group: Group, kind: str, samples: int) -> None:
         found = pl.shard(own, presharded=True) if kind == "own" else pl.shard(loaders[kind])
         for batch in found:
             if number == 1 and current().steps_done == 9:
-                tell("here")
-                hear()
+                report("here")
+                receive()
             learner.step(epoch, batch)
 
 
@@ -153,13 +153,13 @@ def test_a_newcomer_and_a_loss_in_the_middle_of_one_step(kind: str) -> None:
     with elastic_job(policy(3)) as job:
         job.start(train_and_pause, kind, 150)
         log = Log(job)
-        log.hear(0, more=8)
-        while job.ranks.hear(1, 60) != "here":
+        log.receive(0, more=8)
+        while job.ranks.receive(1, 60) != "here":
             pass
         newcomer = job.add(number=3)
         job.wait_for_member(newcomer)
         job.ranks.kill(1)
-        log.hear(newcomer, epoch=2)
+        log.receive(newcomer, epoch=2)
         log.stop(0, killed=[1])
         if kind != "own":
             log.require_once(150)
@@ -180,7 +180,7 @@ def test_newcomers_that_are_lost_while_they_come_in(rounds: int) -> None:
     with elastic_job(policy(2)) as job:
         job.start(train_indexed, 90)
         log = Log(job)
-        log.hear(0, more=3)
+        log.receive(0, more=3)
         killed = []
         for _ in range(rounds):
             first, second = job.add(), job.add()
@@ -188,11 +188,11 @@ def test_newcomers_that_are_lost_while_they_come_in(rounds: int) -> None:
             time.sleep(chance.uniform(0, 0.05))
             job.ranks.kill(first)
             killed.append(first)
-            log.hear(second, more=3)
+            log.receive(second, more=3)
             job.ranks.kill(second)
             killed.append(second)
-            log.hear(0, more=3)
-        log.hear(0, epoch=log.heard[0][0] + 1)
+            log.receive(0, more=3)
+        log.receive(0, epoch=log.heard[0][0] + 1)
         log.stop(0, killed=killed)
         log.require_once(90)
 
@@ -203,13 +203,13 @@ def test_a_replacement_takes_the_lost_workers_part_of_a_step(kind: str) -> None:
     with elastic_job(policy(3, on_loss="replace")) as job:
         job.start(train_and_pause, kind, 150)
         log = Log(job)
-        while job.ranks.hear(1, 60) != "here":
+        while job.ranks.receive(1, 60) != "here":
             pass
         job.ranks.kill(1)
         newcomer = job.add(number=1)
-        assert job.ranks.hear(newcomer, 60) == "here"  # it computes the same step
-        job.ranks.tell(newcomer, "go on")
-        log.hear(newcomer, epoch=2)
+        assert job.ranks.receive(newcomer, 60) == "here"  # it computes the same step
+        job.ranks.send(newcomer, "go on")
+        log.receive(newcomer, epoch=2)
         log.stop(0, killed=[1])
         log.require_once(150)
 
@@ -231,9 +231,9 @@ def test_a_newcomer_counts_steps_as_the_others_do() -> None:
     with elastic_job(policy(2)) as job:
         job.start(count_steps)
         log = Log(job)
-        log.hear(0, more=60)  # in the second pass
+        log.receive(0, more=60)  # in the second pass
         newcomer = job.add()
-        log.hear(newcomer, more=90)
+        log.receive(newcomer, more=90)
         log.stop(0)
 
 
@@ -259,8 +259,8 @@ def train_with_noise(group: Group, num_workers: int, stops: dict[Any, int]) -> l
 
     def pass_by(where: str) -> None:
         if stops.get((current().steps_done, where)) == number:
-            tell("here")
-            hear()
+            report("here")
+            receive()
 
     for epoch in pl.epochs(3):
         for batch in pl.shard(loader, epoch=epoch):
@@ -284,12 +284,12 @@ def test_a_replacement_draws_the_same_random_numbers(num_workers: int) -> None:
         job.start(train_with_noise, num_workers, stops)
         holder = {0: 0, 1: 1, 2: 2}  # by number: the rank
         for (_, where), number in stops.items():
-            assert job.ranks.hear(holder[number]) == "here"
+            assert job.ranks.receive(holder[number]) == "here"
             job.ranks.kill(holder[number])
             holder[number] = job.add(number=number)
             if where == "forward":  # the replacement comes to this place again
-                assert job.ranks.hear(holder[number]) == "here"
-                job.ranks.tell(holder[number], "go on")
+                assert job.ranks.receive(holder[number]) == "here"
+                job.ranks.send(holder[number], "go on")
         outcomes = job.ranks.wait(60)
         finished = [o for o in outcomes if o.status == 0]
         assert len(finished) == 3, "\n".join(map(str, outcomes))

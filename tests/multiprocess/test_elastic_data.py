@@ -52,12 +52,12 @@ def test_each_sample_counts_once(kill: int, num_workers: int, resize: str) -> No
         job.start(train, 151, num_workers, resize)
         log = Log(job)
         survivor = 1 if kill == 0 else 0
-        log.hear(survivor, more=8)
+        log.receive(survivor, more=8)
         job.ranks.kill(kill)
-        log.hear(survivor, epoch=1, more=8)
+        log.receive(survivor, epoch=1, more=8)
         newcomer = job.add()
-        log.hear(newcomer)
-        log.hear(newcomer, epoch=log.heard[newcomer][0] + 1)
+        log.receive(newcomer)
+        log.receive(newcomer, epoch=log.heard[newcomer][0] + 1)
         log.stop(newcomer, killed=[kill])
         log.require_once(151)
         lines = [event for event in job.events if isinstance(event, EpochEnded)]
@@ -131,8 +131,8 @@ def test_one_who_comes_before_a_checkpoint_is_continued_goes_on_from_it_too(tmp_
         job.start(go_on_late, 151, path)
         newcomer = job.add()
         log = Log(job)
-        log.hear(newcomer)
-        log.hear(newcomer, epoch=3)
+        log.receive(newcomer)
+        log.receive(newcomer, epoch=3)
         log.stop(newcomer)
     counts: dict[int, Counter[int]] = {}
     for epoch, counted, _ in log.steps.values():
@@ -150,12 +150,12 @@ def test_what_a_checkpoint_left_counts_once_while_workers_come_and_go(tmp_path: 
     with elastic_job(policy(3)) as job:
         job.start(go_on, 151, path)
         log = Log(job)
-        log.hear(0, more=4)
+        log.receive(0, more=4)
         job.ranks.kill(1)
-        log.hear(0, more=4)
+        log.receive(0, more=4)
         newcomer = job.add()
-        log.hear(newcomer)
-        log.hear(newcomer, epoch=log.heard[newcomer][0] + 2)
+        log.receive(newcomer)
+        log.receive(newcomer, epoch=log.heard[newcomer][0] + 2)
         log.stop(newcomer, killed=[1])
         counts = log.by_epoch()
         assert min(counts) == 1
@@ -186,13 +186,13 @@ def test_batches_of_one_step_are_queued_again_together(seed: int) -> None:
     with elastic_job(policy(3)) as job:
         job.start(accumulate, 140)
         log = Log(job)
-        log.hear(0, more=2)
+        log.receive(0, more=2)
         time.sleep(chance.uniform(0, 0.02))
         job.ranks.kill(1)
-        log.hear(0, more=5)
+        log.receive(0, more=5)
         newcomer = job.add()
-        log.hear(newcomer)
-        log.hear(newcomer, epoch=log.heard[newcomer][0] + 1)
+        log.receive(newcomer)
+        log.receive(newcomer, epoch=log.heard[newcomer][0] + 1)
         log.stop(0, killed=[1])
         log.require_once(140)
 
@@ -214,13 +214,13 @@ def test_random_kills_and_joins(seed: int) -> None:
         log = Log(job)
         alive = [0, 1, 2]
         for rank in alive:
-            log.hear(rank, more=5)
+            log.receive(rank, more=5)
         for _ in range(8):
             time.sleep(chance.uniform(0.0, 0.2))
             job.ranks.kill(alive.pop(chance.randrange(len(alive))))
             alive.append(job.add())
-            log.hear(alive[-1])
-        log.hear(alive[-1], epoch=log.heard[alive[-1]][0] + 1)
+            log.receive(alive[-1])
+        log.receive(alive[-1], epoch=log.heard[alive[-1]][0] + 1)
         log.stop(alive[0], killed=set(range(11)) - set(alive))
         log.require_once(200)
 
@@ -254,12 +254,12 @@ def test_another_worker_goes_on_with_the_sampler() -> None:
     with elastic_job(policy(3)) as job:
         job.start(train_told, 150, True)
         log = Log(job)
-        log.hear(1, more=8)
+        log.receive(1, more=8)
         job.ranks.kill(0)
-        log.hear(1, epoch=1)
+        log.receive(1, epoch=1)
         newcomer = job.add()
-        log.hear(newcomer)
-        log.hear(newcomer, epoch=log.heard[newcomer][0] + 1)
+        log.receive(newcomer)
+        log.receive(newcomer, epoch=log.heard[newcomer][0] + 1)
         log.stop(1, killed=[0])
         log.require_once(150)
 
@@ -268,7 +268,7 @@ def test_a_sampler_that_is_never_the_same_cannot_be_continued() -> None:
     with elastic_job(policy(2)) as job:
         job.start(train_told, 150, False)
         log = Log(job)
-        log.hear(1, more=8)
+        log.receive(1, more=8)
         job.ranks.kill(0)
         outcome = job.ranks.wait(60)[1]
         assert "Seeded) gives other indices; seed it identically" in str(outcome.error)
