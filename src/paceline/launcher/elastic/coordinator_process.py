@@ -20,12 +20,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.control.client.operator import Operator
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.state import Reservation
-from paceline.control.messages import LossKind
+from paceline.control.messages import LossKind, Wanted
 from paceline.control.operator_messages import Notification, Status
 from paceline.control.transport.sockets import join_address, listen_tcp
 from paceline.errors import LaunchError
@@ -176,6 +176,11 @@ class CoordinatorProcess:
     async def reserve(self, role: str, number: int) -> Reservation:
         assert self._operator is not None
         return await asyncio.to_thread(self._operator.reserve, role, number)
+
+    async def wanted(self) -> Sequence[Wanted]:
+        """Return the processes that the launcher shall start."""
+        assert self._operator is not None
+        return (await asyncio.to_thread(self._operator.status)).wanted
 
     def report_end(self, rank: int, text: str, kind: LossKind | None) -> None:
         if self._operator is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.control.operator_messages import HostsWanted
 from paceline.errors import ConfigError, PacelineError
-from paceline.launcher.elastic.coordinator_process import CoordinatorProcess
 from paceline.launcher.hosts.host_list import HostSlots, parse_hosts
-from paceline.launcher.hosts.placement import Placement
+
+if TYPE_CHECKING:
+    from paceline.launcher.elastic.job import ElasticJob
 
 
 class ChangingHosts(Protocol):
@@ -24,46 +25,45 @@ class ChangingHosts(Protocol):
         """End the processes of a host, which are replaced elsewhere; return a line about it."""
 
 
-class FixedHosts:
-    """Hosts that can be listed, but not changed; `placement` None: the job has no host list."""
-
-    def __init__(self, placement: Placement | None) -> None:
-        self._placement = placement
+class NoHosts:
+    """A job without a host list: it runs on the launcher's machine."""
 
     def host_lines(self) -> list[str]:
-        if self._placement is None:
-            return ["the job has no host list: all its processes run on the launcher's machine"]
-        return self._placement.lines()
+        return ["the job has no host list: all its processes run on the launcher's machine"]
 
     async def add_host(self, host: HostSlots) -> str:
-        raise self._refuse(f"add {host}")
+        raise _no_hosts(f"add {host}")
 
     async def remove_host(self, name: str) -> str:
-        raise self._refuse(f"remove {name}")
-
-    def _refuse(self, words: str) -> ConfigError:
-        if self._placement is None:
-            return ConfigError(
-                f"hosts {words}: the job has no host list, all its processes run on the launcher's"
-                " machine; start it with --hosts, for example --hosts a:4,b:4 --min 1"
-            )
-        return ConfigError(
-            f"hosts {words}: this version cannot change the hosts of a running job; start the job"
-            " with all hosts that it may need: newcomers use free slots"
-        )
+        raise _no_hosts(f"remove {name}")
 
 
-async def answer(hosts: ChangingHosts, request: HostsWanted, control: CoordinatorProcess) -> None:
-    """Carry out a request and answer it."""
+def _no_hosts(words: str) -> ConfigError:
+    return ConfigError(
+        f"hosts {words}: the job has no host list, all its processes run on the launcher's machine;"
+        " start it with --hosts, for example --hosts a:4,b:4 --min 1"
+    )
+
+
+async def answer(job: ElasticJob, request: HostsWanted) -> None:
+    """Carry out a request and answer it; fill open slots if there is another host."""
+    hosts: ChangingHosts = NoHosts() if job.hosts.placement is None else job.hosts
     try:
-        text = await _carry_out(hosts, request)
+        text = await carry_out(hosts, request)
     except PacelineError as error:
-        control.answer_hosts(request.request, str(error), type(error).__name__)
-    else:
-        control.answer_hosts(request.request, text)
+        job.control.answer_hosts(request.request, str(error), type(error).__name__)
+        return
+    if request.action != "list":
+        job.log(text)
+    job.control.answer_hosts(request.request, text)
+    if request.action == "add":
+        job.newcomers.forgive()
+        for wanted in await job.control.wanted():
+            job.on_wanted(wanted)
 
 
-async def _carry_out(hosts: ChangingHosts, request: HostsWanted) -> str:
+async def carry_out(hosts: ChangingHosts, request: HostsWanted) -> str:
+    """Carry out a request; return what to answer."""
     if request.action == "add":
         return await hosts.add_host(one_host(request.host))
     if request.action == "remove":

@@ -30,7 +30,7 @@ from paceline.control.transport.auth import load_secret
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.elastic.coordinator_process import CoordinatorProcess, policy_of
 from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
-from paceline.launcher.elastic.host_requests import FixedHosts, answer
+from paceline.launcher.elastic.host_requests import answer
 from paceline.launcher.elastic.loss_policy import LEAVE_S, LossPolicy
 from paceline.launcher.elastic.replacements import Newcomers, Slot
 from paceline.launcher.environment import SERVER_PATIENCE_S
@@ -180,14 +180,14 @@ class ElasticJob(LocalJob):
         if status.membership is not None:
             self._on_changed(m.Changed(status.membership))
             for wanted in status.wanted:
-                self._on_wanted(wanted)
+                self.on_wanted(wanted)
         for rank in self._ended_unwatched:
             if self.was_member(rank):
                 self.control.report_end(rank, "it ended without a supervisor", LossKind.ENDED)
 
     # -- newcomers ---------------------------------------------------------------------------
 
-    def _on_wanted(self, wanted: Wanted) -> None:
+    def on_wanted(self, wanted: Wanted) -> None:
         slot = (int(wanted.role == "server"), wanted.number)
         if self.newcomers.may_fill(slot):
             self.start_task(self._fill(slot))
@@ -353,14 +353,14 @@ class ElasticJob(LocalJob):
         elif isinstance(news, m.Over):
             self.end_job(news.why)
         elif isinstance(news, Wanted):
-            self._on_wanted(news)
+            self.on_wanted(news)
         elif isinstance(news, Unwanted) and self.was_member(news.rank):
             self._policy.on_dismissed(news.rank)
             self.log(f"{self.event_log.name(news.rank)} is no longer wanted, and leaves")
         elif isinstance(news, Remark):
             self.log(news.text)
         elif isinstance(news, HostsWanted):
-            self.start_task(answer(FixedHosts(self.hosts.placement), news, self.control))
+            self.start_task(answer(self, news))
         self._changed.set()
 
     def _on_happened(self, event: Event | MembershipEvent) -> None:

@@ -58,6 +58,10 @@ class Newcomers:
         self._failed[self._first(slot)] += 1
         return self._failed[self._first(slot)] >= MAX_FAILED_STARTS
 
+    def forgive(self) -> None:
+        """Try slots again that were given up: the job has another host."""
+        self._failed.clear()
+
     def on_joined(self, slot: Slot) -> None:
         self._failed.pop(self._first(slot), None)
 
