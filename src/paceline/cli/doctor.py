@@ -100,6 +100,7 @@ def core_and_compiler() -> Iterator[Check]:
     else:
         last = (loaded.stderr.strip().splitlines() or ["no message"])[-1]
         yield Check("C++ core", last, "build it: pip install -e . (needs g++ 11+)", broken=True)
+    yield from _cipher()
     for tool in ("c++", "g++", "clang++", "cmake", "ninja"):
         path = shutil.which(tool)
         if path is not None:
@@ -107,6 +108,19 @@ def core_and_compiler() -> Iterator[Check]:
             yield Check(tool, (shown.stdout.splitlines() or ["no version"])[0])
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         yield Check("compiler", "none", "needed to build from source: g++ 11+ or clang 14+")
+
+
+def _cipher() -> Iterator[Check]:
+    """What encrypts data between hosts."""
+    # hashlib loads the interpreter's libcrypto, as a job does.
+    show = "print(c.preferred_cipher(), 'from', c.cipher_library())"
+    code = f"import hashlib, paceline._core as c; {show}"
+    probe = [sys.executable, "-c", code]
+    found = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
+    if found.returncode == 0:
+        yield Check("encryption", found.stdout.strip())
+    elif "OpenSSL" in found.stderr:
+        yield Check("encryption", "no libcrypto", "install OpenSSL; jobs on one host need none")
 
 
 def cores_and_memory() -> Iterator[Check]:
