@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -94,3 +95,23 @@ def test_a_saved_model_is_a_plain_one(way: str, tmp_path: Path) -> None:
         torch.testing.assert_close(value, found[name])  # another number of threads
     for saved in (path, f"{path}.early"):  # nor is there a word of Paceline in the file
         assert b"paceline" not in Path(f"{saved}.model").read_bytes().replace(b"saved.model", b"")
+
+
+def saved_bytes(thing: object) -> int:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.tell()
+
+
+@pytest.mark.parametrize("way", ["replicated", "sharded", "hogwild", "ps"])
+def test_a_layer_is_saved_without_the_rest_of_its_bucket(way: str) -> None:
+    pace, num_servers, options = WAYS[way]
+
+    def body(group: Group) -> None:
+        model = nn.ModuleList([nn.Linear(200, 200), nn.Linear(4, 4)])
+        plain = saved_bytes(model[1].state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pl.distribute(model, optimizer, pace=pace, **options)
+        assert saved_bytes(model[1].state_dict()) < plain + 1000
+
+    run_ranks(2, body, servers=num_servers)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from paceline.comm.shared_memory import HostTensor
 
@@ -63,6 +64,16 @@ class ParamSegment:
         """Return this segment of a flat tensor in the parameter's shape and strides."""
         param = self.named.param
         return flat[self.start : self.start + self.count].as_strided(param.size(), param.stride())
+
+    def alias(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the same as `view`, in a storage that ends with the segment.
+
+        torch.save writes whole storages: of a view, the state of one layer would be as large as
+        its bucket.
+        """
+        param = self.named.param
+        alias: torch.Tensor = from_dlpack(self.view(flat))
+        return alias.as_strided(param.size(), param.stride())  # DLPack drops some strides of 1
 
 
 def lay_out(parameters: Sequence[NamedParameter]) -> tuple[list[ParamSegment], int]:
@@ -133,7 +144,7 @@ class ParamSlot:
         self.name, self.param = segment.named.name, segment.named.param
         self.grad = segment.view(bucket.grads)
         self.averaged = segment.view(bucket.averaged)
-        self.shown = segment.view(bucket.shown)  # what param.data is
+        self.shown = segment.alias(bucket.shown)  # what param.data is
         self.is_small = segment.count < _SMALL_ELEMENTS
         self.ready = False  # has its gradient of the current backward pass
         self.stale = False  # `grad` holds numbers of an earlier step
@@ -192,7 +203,7 @@ class Bucket:
         """Let the parameters live in other memory, which has their values already."""
         self.params = self.shown = flat
         for slot in self.slots:
-            slot.shown = slot.segment.view(flat)
+            slot.shown = slot.segment.alias(flat)
             slot.param.data = slot.shown
 
     def refresh(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.errors import PeerError
 from paceline.state.protocol import Change, Part, State
 
 
@@ -56,6 +57,15 @@ class StatefulParts:
                 self._early[name] = (state, change)
 
     def resume(self, change: Change) -> None:
-        """Let all parts continue with other members."""
+        """Let all parts continue with other members; raises PeerError if one lost a peer in it.
+
+        The other parts get the change all the same: the next change does not repeat its losses.
+        """
+        failure: PeerError | None = None
         for part in self._parts.values():
-            part.resume(change)
+            try:
+                part.resume(change)
+            except PeerError as error:  # noqa: PERF203 - each part by itself
+                failure = failure or error
+        if failure is not None:
+            raise failure

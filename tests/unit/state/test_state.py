@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.errors import UsageError
-from paceline.state.protocol import State
+from paceline.errors import PeerLost, UsageError
+from paceline.state.protocol import Change, Part, State
+from paceline.state.stateful_parts import StatefulParts
 
 
 def test_tensors_are_filled_by_name_whatever_their_kind() -> None:
@@ -24,3 +25,26 @@ def test_tensors_are_filled_by_name_whatever_their_kind() -> None:
 def test_another_shape_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"state 'begin' has the shape \[1\], expected \[2\]"):
         State(shared={"begin": torch.zeros(2)}).fill(State(shared={"begin": torch.ones(1)}))
+
+
+class Recorder(Part):
+    """Notes the changes that it is given; `failing` raises, as a part that lost a peer in it."""
+
+    def __init__(self, *, failing: bool = False) -> None:
+        self.seen: list[int] = []
+        self._failing = failing
+
+    def resume(self, change: Change) -> None:
+        if self._failing:
+            raise PeerLost("rank 0: rank 1 is lost", rank=1)
+        self.seen.append(change.generation)
+
+
+def test_a_part_that_loses_a_peer_does_not_hide_the_change_from_later_parts() -> None:
+    parts, last = StatefulParts(), Recorder()
+    parts.register("common memory", Recorder(failing=True))
+    parts.register("data", last)
+    change = Change(3, before=(0, 1, 2), after=(0, 1), lost=(), joined=(), uncounted=False)
+    with pytest.raises(PeerLost):
+        parts.resume(change)
+    assert last.seen == [3]
