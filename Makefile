@@ -4,6 +4,7 @@
 #   make test    run the tests                              make fmt     format the code
 #   make check   lint, types, layers, prose                 make docs    build site/, strictly
 #   make chaos   break jobs in every way (as root, long)    make clean   remove what was built
+#   make cluster-test  run jobs on test hosts with ssh and Slurm (as root; prints what it skips)
 #   make simulate  break simulated jobs, many of them (SEEDS=10000, minutes)
 #   make wheel   build dist/*.whl, install it in an empty environment, run a job (ARGS=--matrix: each Python)
 #
@@ -16,7 +17,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test check docs chaos simulate fmt bench wheel clean
+.PHONY: demo test cluster-test check docs chaos simulate fmt bench wheel clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -24,6 +25,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python tests/run.py $(ARGS)
+
+# Hosts are namespaces on this machine (tests/support/cluster). `make test` runs all but the slow ones.
+cluster-test: $(STAMP)
+	$(BIN)/python -m pytest -m cluster -rs tests $(ARGS)
 
 CPP  := $(shell find cpp -name '*.cc' -o -name '*.h')
 # What the core is compiled with, for clang-tidy; the bindings need nanobind's headers and are left out.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.cluster.slurm_cluster import SlurmCluster
 from support.cluster.ssh_cluster import SshCluster
 
 
@@ -22,3 +23,18 @@ def cluster(ssh_hosts: SshCluster) -> Iterator[SshCluster]:
     yield ssh_hosts
     ssh_hosts.mend()
     ssh_hosts.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def slurm_hosts() -> Iterator[SlurmCluster]:
+    """A Slurm cluster for all tests of a file: controller on a, nodes b and c."""
+    with SlurmCluster("a", "b", "c") as made:
+        yield made
+
+
+@pytest.fixture
+def slurm(slurm_hosts: SlurmCluster) -> Iterator[SlurmCluster]:
+    """A Slurm cluster, controller on a, nodes b and c: idle and whole after each test."""
+    yield slurm_hosts
+    slurm_hosts.mend()
+    slurm_hosts.wait_until_idle()

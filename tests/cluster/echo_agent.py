@@ -24,8 +24,9 @@ def main() -> int:
         "command": [Path("/proc/self/cmdline").read_text()],
     }
     path = Path(f"{invitation['file']}.{socket.gethostname()}")
-    path.with_suffix(".new").write_text(json.dumps(seen))
-    path.with_suffix(".new").rename(path)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(seen))
+    new.rename(path)
     print("the agent has started", file=sys.stderr, flush=True)
     if invitation.get("ends"):
         return int(invitation["ends"])

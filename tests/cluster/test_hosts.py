@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support.cluster.ssh_cluster import SshCluster, make_directory
+from support.cluster.host_group import make_directory
+from support.cluster.ssh_cluster import SshCluster
 
 pytestmark = pytest.mark.cluster
 TESTS = Path(__file__).parents[1]

@@ -4,62 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from driver import HERE, Driver
 
 from support.cluster.ssh_cluster import make_key
 
 pytestmark = pytest.mark.cluster
-HERE = Path(__file__).parent
-ECHO = f"export PYTHONPATH={shlex.quote(str(HERE))}"
-
-
-class Driver:
-    """Starts echo agents from host a."""
-
-    def __init__(self, cluster, scratch: Path) -> None:
-        self.cluster, self.scratch = cluster, scratch
-        self.command = [sys.executable, str(HERE / "engine_driver.py")]
-
-    def words(self, *hosts: str, place: dict[str, str] | None = None, **more: Any) -> str:
-        asked = {
-            "hosts": [[*host.split(":")[:1], 1, "", _port(host)] for host in hosts],
-            "place": {
-                "directory": str(self.scratch),
-                "python": sys.executable,
-                "activation": ECHO,
-                "module": "echo_agent",
-                **(place or {}),
-            },
-            "directory": str(self.scratch),
-            "invitation": {"file": str(self.scratch / "seen"), **more.pop("invitation", {})},
-            **more,
-        }
-        return json.dumps(asked) + "\n"
-
-    def run(self, *hosts: str, **options: Any) -> list[dict[str, Any]]:
-        done = self.cluster["a"].run(self.command, input=self.words(*hosts, **options))
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def fail(self, host: str, **options: Any) -> dict[str, Any]:
-        (result,) = self.run(host, **options)
-        assert result["code"] != 0, result
-        return result
-
-    def seen(self, host: str) -> dict[str, Any]:
-        return json.loads((self.scratch / f"seen.{host}").read_text())
-
-
-def _port(host: str) -> int | None:
-    return int(host.split(":")[1]) if ":" in host else None
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli import slurm_options
+
 
 def run(
     context: typer.Context,
@@ -225,22 +227,38 @@ def run(
             " '. venv/bin/activate'.",
         ),
     ] = None,
+    on: slurm_options.On = None,
+    nodes: slurm_options.Nodes = None,
+    time: slurm_options.Time = None,
+    partition: slurm_options.Partition = None,
+    sbatch: slurm_options.Sbatch = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, and exit.")
     ] = False,
 ) -> None:
     from paceline.cli.dry_run import dry_run as print_plan
     from paceline.cli.run import run as run_job
+    from paceline.launcher.engines.slurm_allocation import slurm_hosts
     from paceline.launcher.hosts.host_list import chosen_hosts, parse_host_names
     from paceline.launcher.hosts.placement import num_slots
     from paceline.launcher.job_size import parse_data_workers, plan_changes, plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
     from paceline.observe.telemetry.trace import TracedSteps
     from paceline.pace.parse import parse_schedule
+    from paceline.runtime.config import inherited_environ
     from paceline.runtime.mesh import Mesh
 
     grid = None if mesh is None else Mesh.parse(mesh)
-    where = chosen_hosts(hosts, hostfile)
+    del nodes, time, partition, sbatch  # slurm_options reads them from the context
+    is_for_queue = slurm_options.check(context.params)
+    if is_for_queue:
+        wanted = num_workers if grid is None or num_workers is not None else grid.num_workers
+        asked = slurm_options.request(context.params, wanted, script)
+        where, engine = asked.placeholders(), "slurm"
+    else:
+        where, engine = chosen_hosts(hosts, hostfile), "ssh"
+    if not where and on is None:
+        where, engine = slurm_hosts(inherited_environ()), "slurm"
     if num_workers is None:
         num_workers = num_slots(where) or 1 if grid is None else grid.num_workers
     planned = plan_servers(
@@ -276,6 +294,7 @@ def run(
         is_detached=detach,
         has_template=not no_template,
         hosts=where,
+        engine=engine,
         servers_on=() if servers_on is None else parse_host_names(servers_on, "--servers-on"),
         sync=sync,
         encrypt=not no_encrypt,
@@ -283,6 +302,8 @@ def run(
         activate=activate,
         given=_given(context),
     )
+    if is_for_queue:
+        raise typer.Exit(slurm_options.submit(context, asked))
     raise typer.Exit(print_plan(spec) if dry_run else run_job(spec))
 
 

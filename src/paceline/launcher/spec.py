@@ -80,6 +80,7 @@ class RunSpec:
     is_detached: bool = False
     has_template: bool = True  # processes may be forked from a template
     hosts: tuple[HostSlots, ...] = ()
+    engine: str = "ssh"  # "slurm": hosts are nodes of an allocation; see launcher/engines
     servers_on: tuple[str, ...] = ()  # names of hosts; (): those with workers
     sync: bool = False  # copy the project to the other hosts
     encrypt: bool = True  # between hosts
@@ -254,6 +255,11 @@ def check_host_options(spec: RunSpec) -> None:
                     f" --hostfile FILE, or leave out {option}"
                 )
         return
+    if spec.sync and spec.engine != "ssh":
+        raise ConfigError(
+            "--sync inside an allocation of Slurm: its nodes share their directories; leave out"
+            " --sync"
+        )
     if spec.servers_on and spec.servers.is_colocated:
         raise ConfigError(
             "--servers-on and -s colocated: a colocated server is on the host of its worker; give"

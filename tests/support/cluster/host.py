@@ -107,14 +107,15 @@ class Host:
     def is_up(self) -> bool:
         return self._init is not None
 
-    def enter(self) -> list[str]:
-        """Return the beginning of a command that runs on the host."""
-        return ["nsenter", "--target", str(self._root), *_NAMESPACES, "--"]
+    def enter(self, cwd: str | Path | None = None) -> list[str]:
+        """Return the beginning of a command on the host, in a directory (its home by default)."""
+        there = f"--wdns={self.home if cwd is None else cwd}"
+        return ["nsenter", "--target", str(self._root), *_NAMESPACES, there, "--"]
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on the host; see `pid_of` for its process number."""
         options["env"] = {**self.environ, **options.get("env", {})}
-        return subprocess.Popen([*self.enter(), *command], **options)
+        return subprocess.Popen([*self.enter(options.pop("cwd", None)), *command], **options)
 
     @staticmethod
     def pid_of(started: subprocess.Popen[Any]) -> int:
@@ -125,7 +126,7 @@ class Host:
         """Run a command on the host and return its output as text."""
         options.setdefault("timeout", 60)
         options["env"] = {**self.environ, **options.get("env", {})}
-        words = [*self.enter(), *command]
+        words = [*self.enter(options.pop("cwd", None)), *command]
         return subprocess.run(words, capture_output=True, text=True, check=False, **options)
 
     def start_daemon(self, command: Sequence[str], log: Path, **env: str) -> int:
@@ -138,6 +139,10 @@ class Host:
         self._daemons[pid] = command[0]
         self._starters.append(started)
         return pid
+
+    def adopt_daemons(self) -> None:
+        """Count everything that runs now as belonging to the host itself."""
+        self._daemons.update({process.pid: process.command for process in self.processes()})
 
     # -- what runs there ------------------------------------------------------------------------
 

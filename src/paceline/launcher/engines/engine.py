@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from paceline.errors import LaunchError
@@ -39,7 +39,11 @@ class Engine(Protocol):
 
 
 async def start_child(
-    command: Sequence[str], first_bytes: bytes, *, remedy: str
+    command: Sequence[str],
+    first_bytes: bytes,
+    *,
+    remedy: str,
+    environ: Mapping[str, str] | None = None,
 ) -> asyncio.subprocess.Process:
     """Start a child whose stdin begins with these bytes and stays open; raises LaunchError."""
     try:
@@ -48,6 +52,7 @@ async def start_child(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            env=environ,
             # Ctrl-C in the terminal is for the launcher alone: agents still have to stop processes.
             start_new_session=True,
         )

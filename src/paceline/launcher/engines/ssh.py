@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.launcher.engines.agent_command import AGENT_COMMAND_TEXT, AgentPlace
@@ -23,7 +24,7 @@ _ALIVE_S, _ALIVE_COUNT = 5, 3
 _KEEP_S = 2
 # The name of a socket has at most 107 bytes; ssh adds 17 while it makes one.
 _MAX_SOCKET_BYTES = 107 - 17
-_REMEDY = "install OpenSSH's client (Debian: apt install openssh-client)"
+REMEDY = "install OpenSSH's client (Debian: apt install openssh-client)"
 
 _OPTIONS = {
     "BatchMode": "yes",  # no questions: they end as errors
@@ -49,6 +50,7 @@ class SshEngine:
 
     def __init__(self, hosts: Sequence[HostSlots], place: AgentPlace, directory: Path) -> None:
         self._hosts, self._place, self._directory = list(hosts), place, directory
+        self._places: dict[str, AgentPlace] = {}  # of hosts that differ
 
     def hosts(self) -> list[HostSlots]:
         """Return the hosts with their slots, in the order of ranks."""
@@ -57,15 +59,22 @@ class SshEngine:
     async def start_agent(self, host: HostSlots, invitation: bytes) -> asyncio.subprocess.Process:
         """Start an agent through ssh; see Engine."""
         command = [*self.ssh(host), "--", host.name, AGENT_COMMAND_TEXT]
-        return await start_child(command, self._place.stdin(invitation), remedy=_REMEDY)
+        return await start_child(command, self._place_on(host).stdin(invitation), remedy=REMEDY)
 
     def explain(self, host: HostSlots, exit_code: int, errors: str) -> str:
         """Return one sentence: why a child of `start_agent` ended, and what to do."""
         if exit_code == SSH_FAILED:
             return explain_ssh(host, errors)
-        return self._place.explain(host.name, exit_code, errors) or (
+        return self._place_on(host).explain(host.name, exit_code, errors) or (
             f"the agent on host {host.name} ended with exit code {exit_code}"
         )
+
+    def set_directory(self, host: HostSlots, directory: str) -> None:
+        """Let the agent of a host run in another directory, such as the copy that --sync made."""
+        self._places[host.name] = replace(self._place, directory=directory)
+
+    def _place_on(self, host: HostSlots) -> AgentPlace:
+        return self._places.get(host.name, self._place)
 
     def ssh(self, host: HostSlots) -> list[str]:
         """Return ssh's words without the host and the command, for this engine and for --sync."""
@@ -87,7 +96,10 @@ class SshEngine:
 
     def _socket(self, host: HostSlots) -> Path:
         names = [one.name for one in self._hosts]
-        number = names.index(host.name) if host.name in names else f"x-{host.name}"
+        if host.name not in names:  # added to a running job
+            self._hosts.append(host)
+            names.append(host.name)
+        number = names.index(host.name)
         return self._directory / f"ssh-{number}"
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.launcher.engines.choose import engine_for
+from paceline.launcher.engines.choose import engine_for, prepare_hosts
 from paceline.launcher.environment import (
     HostSettings,
     JobAddresses,
@@ -113,9 +113,9 @@ class JobHosts:
         }
         if not others:
             return
-        engine = engine_for(self._spec, self._environ, directory)
+        self._engine = engine_for(self._spec, self._environ, directory)
         identity = JobIdentity(self._job_id, secret)
-        self._connector = HostConnector(identity, engine, self._make_remote, self._log)
+        self._connector = HostConnector(identity, self._engine, self._make_remote, self._log)
 
         self._remotes, self._identity = self._connector.connected.remotes, identity
         commands, own = self._connector, self.here.other_children
@@ -138,6 +138,7 @@ class JobHosts:
 
         is_host = self._here_index in self._needed_hosts()
         with self.here.reaping_paused():  # the engine's commands are children too
+            await prepare_hosts(self._engine, self._spec, list(hosts.values()), self._log)
             await connector.connect(hosts, invitation, probes_from_here=is_host)
 
     def _make_remote(self, host: HostSlots) -> RemoteHost:
