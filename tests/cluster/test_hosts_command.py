@@ -34,7 +34,10 @@ while not pathlib.Path("finish").exists():
 def test_a_host_is_added_used_and_removed(cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     size = tmp_path / "size"
-    paceline = ["env", f"--chdir={tmp_path}", *COMMAND]  # nsenter changes the directory
+    # nsenter changes the directory. Jobs of other tests on this machine must not be found.
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    paceline = ["env", f"--chdir={tmp_path}", f"XDG_RUNTIME_DIR={runtime}", *COMMAND]
 
     def command(*words: str) -> str:
         done = cluster["a"].run([*paceline, *words])
