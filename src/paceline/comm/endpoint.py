@@ -110,10 +110,19 @@ class Endpoint:
         ranks = [member.rank for member in members]
         remote = [member for member in members if member.host_id != self.me.host_id]
         for lane, name in enumerate(LANES):
-            purpose = f"group {group_id:x} generation {generation} {name}"
+            purpose = _purpose(group_id, generation, name)
             for rank, link in self._link(remote, purpose, timeout_s, check_membership, local=False):
                 group.add_channel(ranks.index(rank), lane, link.fd, _for_core(link.keys))
         return group
+
+    def has_called(self, member: Member, group_id: int, generation: int) -> bool:
+        """Return whether a group with this member can be formed without waiting for it to connect:
+        it has connected, or this process connects, or both are on one host."""
+        if member.host_id == self.me.host_id or self.rank < member.rank:
+            return True
+        assert self.listener is not None, "a world of one has no other members"
+        purposes = [_purpose(group_id, generation, name) for name in LANES]
+        return all(self.listener.has_arrived(member.rank, purpose) for purpose in purposes)
 
     def _form(
         self,
@@ -239,6 +248,11 @@ class Endpoint:
 
 def _for_core(keys: LinkKeys | None) -> tuple[int, bytes, bytes] | None:
     return (_core.CIPHERS.index(keys.cipher), keys.send, keys.receive) if keys else None
+
+
+def _purpose(group_id: int, generation: int, lane: str) -> str:
+    """Return the purpose of a link, which both its ends name."""
+    return f"group {group_id:x} generation {generation} {lane}"
 
 
 def _no_check(_: Sequence[Member]) -> None:

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 
 from paceline import _core
-from paceline.comm.fabric import Fabric, group_id_of
+from paceline.comm.fabric import Fabric
 from paceline.comm.tensors import Buffer
 from paceline.control.member import Membership
 from paceline.errors import BadFrame, PacelineError, PeerTimeout
 from paceline.observe.telemetry.trace import tracer
 from paceline.ps import messages as m
+from paceline.ps.connection_id import connection_id
 
 FRAME_BYTES = 1024
 _HEAD_BYTES = 8  # length of the message; the frame's own format
@@ -41,8 +42,7 @@ REQUEST, REQUEST_REST = 1, 2
 _PAYLOAD, _REPLY, _REPLY_REST, _DELIVERY = 1, 2, 3, 4
 _MAX_SHARDS = 1 << 14
 
-# A worker may wait for slower workers, so no operation has a deadline here. A server that is lost
-# or stopped is noticed all the same.
+# No deadline: workers wait for slower ones. A server that is lost or stopped is noticed anyway.
 PATIENCE_S = math.inf
 SERVER, WORKER, ANY = 0, 1, -1  # their ranks in the group
 
@@ -118,7 +118,7 @@ def form_connection(
     for rank in (worker, server):
         fabric.link(membership.member(rank))
     core = fabric.create_group(
-        group_id_of(f"line {partition} {worker} {server}"),
+        connection_id(partition, worker, server),
         membership.primary_since(partition),
         membership,
         (server, worker),

@@ -94,6 +94,11 @@ class LinkListener:
         """
         return self._thread.call(self._take((rank, purpose), timeout_s))
 
+    def has_arrived(self, rank: int, purpose: str) -> bool:
+        """Return whether `accepted` would return, or raise, at once."""
+        key = (rank, purpose)
+        return key in self._arrived or key in self._refused
+
     def close(self) -> None:
         """Stop listening and drop links that were not taken. May be called twice."""
         if self._thread.is_running:

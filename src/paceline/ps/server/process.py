@@ -34,6 +34,7 @@ from paceline.errors import PacelineError
 from paceline.observe.telemetry.events import Note
 from paceline.observe.telemetry.trace import tracer
 from paceline.ps.connection import Connection, WorkerConnection, form_connection
+from paceline.ps.connection_id import has_called
 from paceline.ps.replication import messages as p
 from paceline.ps.replication.chain import Role
 from paceline.ps.replication.connector import Connector
@@ -224,6 +225,7 @@ class ServerProcess:
                 self._partition(index).adopt(membership)
                 if before.primary_since(index) != membership.primary_since(index):
                     self._hang_up(index)
+        self._connector.withdraw(lambda key: key[-1] not in self._ranks)  # type: ignore[index]
         self._form_connections()
 
     def _partition(self, index: int) -> Partition:
@@ -298,10 +300,11 @@ class ServerProcess:
             def form() -> Connection:
                 return form_peer_connection(self._fabric, membership, rank)
         else:
-
-            def form() -> Connection:
-                return form_connection(self._fabric, membership, key[1], rank, self.rank)
-
+            ends = (self._fabric, membership, key[1], rank, self.rank)
+            self._connector.arrange_when(
+                rank, key, lambda: form_connection(*ends), lambda: has_called(*ends)
+            )
+            return
         self._connector.arrange(rank, key, form)
 
     def _take_connections(self, now_s: float) -> None:
@@ -348,6 +351,7 @@ class ServerProcess:
 
     def _hang_up(self, index: int) -> None:
         """Close the connections of a partition whose primary is new."""
+        self._connector.withdraw(lambda key: key[:2] == ("worker", index))  # type: ignore[index]
         server = self.partitions[index].server
         for rank in list(server.connections):
             server.hang_up(rank)
