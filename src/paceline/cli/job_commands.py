@@ -214,7 +214,13 @@ def stop(name: str | None) -> int:
         remove_abandoned(found.directory)
         _print([f"job {facts.name} had no supervisor; its processes were ended"])
         return 0
-    os.kill(facts.supervisor, signal.SIGTERM)
+    try:
+        os.kill(facts.supervisor, signal.SIGTERM)
+    except ProcessLookupError:
+        raise LaunchError(
+            f"job {facts.name}: process {facts.supervisor} is not in this container; stop the job"
+            f" on host {facts.host}"
+        ) from None
     grace_s = max(facts.grace_s, SAVE_GRACE_S)  # its workers may save a checkpoint first
     deadline_s = time.monotonic() + grace_s + _AFTER_GRACE_S
     with suppress(OSError):  # the directory is removed with the job

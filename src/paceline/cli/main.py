@@ -113,6 +113,27 @@ def attach(job: _Job = None) -> None:
     raise typer.Exit(command.attach(job))
 
 
+@app.command(help="List your running jobs on this host.")
+def jobs() -> None:
+    from paceline.cli import job_logs as command
+
+    raise typer.Exit(command.jobs())
+
+
+@app.command(help="Print what the processes of a running job have printed.")
+def logs(
+    job: _Job = None,
+    process: Annotated[
+        list[str] | None,
+        typer.Option("--process", "-p", help="Only these: 3 is rank 3, s0 server 0, d0."),
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-l", help="Last lines of each.")] = 20,
+) -> None:
+    from paceline.cli import job_logs as command
+
+    raise typer.Exit(command.logs(job, process or [], lines))
+
+
 @app.command(help="Show the processes and the state of a running job.")
 def status(job: _Job = None) -> None:
     from paceline.cli import job_commands as command

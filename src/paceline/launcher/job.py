@@ -76,6 +76,7 @@ class LocalJob:
         self._board = Board(spec.process_names)
         callbacks = (self.on_end, self._on_change)
         self._hosts = JobHosts(spec, environ, self._job_id, display, *callbacks, log=say)
+        self._hosts.on_interrupt = self._on_interrupt
         self._processes = self._hosts.processes
         self._starting: asyncio.Future[None] | None = None
         steps = spec.trace_in(environ)
@@ -108,6 +109,7 @@ class LocalJob:
                 secret = load_secret(self._resources.secret_file)
                 await self._hosts.connect(secret, self._resources.directory)
                 self._where = self._resources.publish(await self._open_control(config))
+                self._hosts.publish(self._resources.facts)
                 await self._run_processes()
             finally:
                 await self._hosts.end_all()

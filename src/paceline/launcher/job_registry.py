@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -63,6 +64,9 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     precision: str = ""  # the same
     log_dir: str = ""
     is_detached: bool = False
+    hosts: tuple[str, ...] = ()  # of a job on several hosts
+    host: str = ""  # which wrote this: the launcher's, or that of an agent
+    launcher_host: str = ""  # where the launcher runs, in the facts that an agent keeps
     grace_s: float
     # Of a detached job, for its next supervisor: the options, and what new processes inherit.
     spec: msgspec.Raw = msgspec.Raw(b"null")
@@ -111,6 +115,8 @@ def facts_of(spec: RunSpec, where: JobAddresses) -> JobFacts:
         precision=spec.precision or "",
         log_dir=str(spec.log_dir.absolute()) if spec.log_dir else "",
         is_detached=spec.is_detached,
+        hosts=tuple(host.name for host in spec.hosts),
+        host=socket.gethostname(),
         grace_s=spec.grace_s,
     )
 
@@ -157,10 +163,20 @@ class FoundJob(msgspec.Struct, frozen=True):
 
 
 def jobs(environ: Mapping[str, str]) -> Iterator[FoundJob]:
-    """Yield the running jobs of this user on this host."""
-    for path in directories(Path(runtime_dir(environ))):
-        facts = read_facts(path)
-        if facts is None:
+    """Yield the running jobs of this user on this host, each once.
+
+    The launcher and agents of the same job may share a directory (containers, a common /tmp): the
+    facts of this host count, else those of the launcher.
+    """
+    found = [(path, read_facts(path)) for path in directories(Path(runtime_dir(environ)))]
+    here = socket.gethostname()
+    best: dict[str, tuple[bool, bool]] = {}  # by job id
+    for _, facts in found:
+        if facts is not None:
+            rank = (facts.host == here, not facts.launcher_host)
+            best[facts.job_id] = max(rank, best.get(facts.job_id, (False, False)))
+    for path, facts in found:
+        if facts is None or (facts.host == here, not facts.launcher_host) != best[facts.job_id]:
             continue
         if is_held(path):
             yield FoundJob(path, facts, True)

@@ -19,6 +19,7 @@ from paceline.launcher.environment import JobAddresses
 from paceline.launcher.job_directory import JobDirectory
 from paceline.launcher.job_registry import (
     FoundJob,
+    JobFacts,
     ProcessRecord,
     facts_of,
     recorded_processes,
@@ -59,6 +60,7 @@ class JobResources:
         self.secret_file: Path
         self.master_port: int
         self.guard: Sessions
+        self.facts: JobFacts
 
     def open(self, held: ExitStack) -> None:
         """Create or take over everything; raises LaunchError. It is held while `held` is open."""
@@ -84,7 +86,7 @@ class JobResources:
             secret_file=str(self.secret_file),
             master_port=self.master_port,
         )
-        facts = facts_of(self._spec, addresses)
+        facts = self.facts = facts_of(self._spec, addresses)
         if self._spec.is_detached:
             facts = facts.with_spec(self._spec, self._environ)
         write_facts(self.directory, facts)

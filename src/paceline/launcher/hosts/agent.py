@@ -38,13 +38,14 @@ from paceline.launcher.hosts import messages as m
 from paceline.launcher.hosts.host_environment import environ_on_host
 from paceline.launcher.hosts.reach import ProbeListener, local_addresses, probe
 from paceline.launcher.job_directory import JobDirectory
-from paceline.launcher.job_registry import decode_spec
+from paceline.launcher.job_registry import JobFacts, decode_spec, write_facts
 from paceline.launcher.processes.guard import Guard
 from paceline.launcher.processes.monitor import ProcessMonitor
 from paceline.launcher.processes.process import ProcessOutput, RankProcess
 from paceline.launcher.processes.table import ProcessTable
 from paceline.launcher.spec import RunSpec
 from paceline.runtime.config import inherited_environ, natural_host_id, runtime_dir
+from paceline.runtime.console import warn
 from paceline.runtime.machine import memory, processor_s, usable_cores
 
 _CONNECT_S = 8.0
@@ -78,6 +79,7 @@ class Agent:
                 problems = self._prepare(held)
                 self._send(self._facts(reached, probes.addresses, problems))
                 self._watch_stdin()
+                asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_terminate)
                 self._start_task(self._listen())
                 self._start_task(self._poll())
                 await self._over.wait()
@@ -183,18 +185,28 @@ class Agent:
 
         loop.add_reader(fd, on_readable)
 
+    def _on_terminate(self) -> None:
+        """Let the launcher end the job: workers may save first. It ends this agent, too."""
+        self._send(m.AskedToStop(signal.SIGTERM))
+
     async def _listen(self) -> None:
         try:
             while not self._over.is_set():
                 self._on_message(await self._channel.receive())
-        except (EOFError, OSError, PacelineError):
-            self._over.set()  # the launcher is gone
+        except (EOFError, OSError):
+            pass  # the launcher is gone
+        except PacelineError as error:
+            warn(f"host {self._invitation.host_name}: {error}")
+        finally:
+            self._over.set()
 
     def _on_message(self, message: m.ToAgent) -> None:
         if isinstance(message, m.Probe):
             self._start_task(self._probe(message))
         elif isinstance(message, m.Start):
             self._start_task(self._start(message))
+        elif isinstance(message, m.Publish):
+            self._publish(message)
         elif isinstance(message, m.ExpectNoMore) and self._host is not None:
             self._host.expect_no_more()
         elif isinstance(message, m.EndAll):
@@ -212,6 +224,17 @@ class Agent:
         elif not process.is_running and self._host is not None:
             self._monitor.remove(process)
             self._host.remove(process)
+
+    def _publish(self, message: m.Publish) -> None:
+        facts = msgspec.json.decode(message.facts, type=JobFacts)
+        facts = msgspec.structs.replace(
+            facts,
+            secret_file=str(self._secret_file),
+            supervisor=os.getpid(),
+            host=socket.gethostname(),
+            is_detached=False,  # an agent ends with its launcher
+        )
+        write_facts(self._secret_file.parent, facts)
 
     async def _probe(self, message: m.Probe) -> None:
         one = self._invitation

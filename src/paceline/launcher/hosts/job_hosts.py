@@ -10,8 +10,12 @@ Threads: the launcher's main thread only.
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+
+import msgspec
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.engines.choose import engine_for, prepare_hosts
@@ -28,7 +32,7 @@ from paceline.launcher.hosts.host_list import HostSlots
 from paceline.launcher.hosts.placement import Placement
 from paceline.launcher.hosts.reach import is_this_host
 from paceline.launcher.hosts.remote_host import RemoteHost
-from paceline.launcher.job_registry import encode_spec
+from paceline.launcher.job_registry import JobFacts, encode_spec
 from paceline.launcher.processes.guard import Sessions
 from paceline.launcher.processes.monitor import Signs
 from paceline.launcher.processes.output import ShownOutput
@@ -66,9 +70,25 @@ class JobHosts:
         self._host_of: dict[int, RemoteHost] = {}  # by rank, of processes on other hosts
         self.address = DEFAULT_BIND_ADDRESS  # of this machine, for the other hosts
         self._identity: JobIdentity
+        self._facts: JobFacts | None = None
+        # Called if the agent of a host was asked to end the job there.
+        self.on_interrupt: Callable[[signal.Signals], None] = lambda _: None
 
     def _sink(self, process: RankProcess) -> ShownOutput:
-        return ShownOutput(process, self._display, is_logged=not process.output.is_file)
+        name = process.name
+        if process.output.is_file:
+            return ShownOutput(process, self._display, None)
+        if not self._spec.is_detached:
+            return ShownOutput(process, self._display, lambda data: self._display.log(name, data))
+        # The processes of a detached job write their files, but not those of other hosts.
+        assert self._spec.log_dir is not None
+        path = self._spec.log_dir / name.log_name
+
+        def append(data: bytes) -> None:
+            with path.open("ab") as file:
+                file.write(data)
+
+        return ShownOutput(process, self._display, append)
 
     # -- start -------------------------------------------------------------------------------
 
@@ -142,7 +162,15 @@ class JobHosts:
             await connector.connect(hosts, invitation, probes_from_here=is_host)
 
     def _make_remote(self, host: HostSlots) -> RemoteHost:
-        return RemoteHost(host, self.processes, self._sink, self._changed, log=self._log)
+        remote = RemoteHost(host, self.processes, self._sink, self._changed, log=self._log)
+        remote.on_interrupt = lambda number: self.on_interrupt(signal.Signals(number))
+        return remote
+
+    def publish(self, facts: JobFacts) -> None:
+        """Let commands like `paceline status` find the job on every host."""
+        self._facts = msgspec.structs.replace(facts, launcher_host=socket.gethostname())
+        for remote in self._remotes.values():
+            remote.publish(self._facts)
 
     def _changed(self) -> None:
         """A process of another host may have ended."""
@@ -230,6 +258,8 @@ class JobHosts:
         else:  # it was lost or removed, and comes back
             await self._connector.disconnect(index)
         await self._connect(self._connector, {index: host})
+        if self._facts is not None:
+            self._remotes[index].publish(self._facts)
         return f"host {host.name} is in the job; workers that join may run there"
 
     async def remove_host(self, name: str) -> str:

@@ -123,13 +123,30 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     text: str
 
 
+class AskedToStop(msgspec.Struct, frozen=True, tag="stop"):
+    """The agent got this signal: `paceline stop` on its host, or the batch system."""
+
+    signal: int
+
+
 class AllEnded(msgspec.Struct, frozen=True, tag="all ended"):
     """The answer to EndAll: the pids that could not be ended."""
 
     pids: tuple[int, ...]
 
 
-FromAgent = HostFacts | Probed | Started | NotStarted | Output | Exited | Poll | Said | AllEnded
+FromAgent = (
+    HostFacts
+    | Probed
+    | Started
+    | NotStarted
+    | Output
+    | Exited
+    | Poll
+    | Said
+    | AskedToStop
+    | AllEnded
+)
 
 
 # -- to the agent ---------------------------------------------------------------------------------
@@ -144,6 +161,12 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Connect to other hosts at each of their addresses, and report which answer."""
 
     targets: tuple[ProbeTarget, ...]
+
+
+class Publish(msgspec.Struct, frozen=True, tag="publish"):
+    """Write the facts of the job (job.json), with which commands find it on this host."""
+
+    facts: bytes  # JSON
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -203,4 +226,4 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Sent several times per second: the launcher is alive."""
 
 
-ToAgent = Probe | Start | Kill | AskForStacks | Remove | ExpectNoMore | EndAll | Ping
+ToAgent = Probe | Publish | Start | Kill | AskForStacks | Remove | ExpectNoMore | EndAll | Ping

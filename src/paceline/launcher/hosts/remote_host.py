@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+import msgspec
+
 from paceline.control.transport.channel import Channel
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.hosts import messages as m
 from paceline.launcher.hosts.host_list import HostSlots
+from paceline.launcher.job_registry import JobFacts
 from paceline.launcher.processes.output import OutputSink
 from paceline.launcher.processes.process import ExitStatus, ProcessOutput, RankProcess
 from paceline.launcher.processes.table import ProcessResult, ProcessTable
@@ -137,6 +140,7 @@ class RemoteHost:
         self._heard_s = time.monotonic()
         self._is_silent = False
         self.why_lost = ""
+        self.on_interrupt: Callable[[int], None] = lambda _: None
 
     @property
     def is_alive(self) -> bool:
@@ -238,6 +242,8 @@ class RemoteHost:
             self._resolve(message.rank, LaunchError(f"host {self.host.name}: {message.error}"))
         elif isinstance(message, m.Probed) and self._probed is not None:
             self._probed.set_result(message)
+        elif isinstance(message, m.AskedToStop):
+            self.on_interrupt(message.signal)
         elif isinstance(message, m.Said):
             self._log(f"host {self.host.name}: {message.text}")
         elif isinstance(message, m.AllEnded) and self._ended is not None:
@@ -298,6 +304,10 @@ class RemoteHost:
             ) from None
         self.processes.add(process)
         return process
+
+    def publish(self, facts: JobFacts) -> None:
+        """Let the host know the facts of the job."""
+        self._send(m.Publish(msgspec.json.encode(facts)))
 
     def expect_no_more(self) -> None:
         self._send(m.ExpectNoMore())

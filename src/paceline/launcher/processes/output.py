@@ -124,12 +124,14 @@ class OutputReader:
 class ShownOutput:
     """Shows the output of one process on the display, and keeps its end for the failure report.
 
-    `is_logged`: the bytes also go to the log file, unless the process writes it itself.
+    `log` takes the bytes for the log file; None if the process writes it itself.
     """
 
-    def __init__(self, process: RankProcess, display: Display, *, is_logged: bool) -> None:
+    def __init__(
+        self, process: RankProcess, display: Display, log: Callable[[bytes], None] | None
+    ) -> None:
         self._process, self._name, self._display = process, process.name, display
-        self._is_logged = is_logged
+        self._log = log
         self._splitters = {False: LineSplitter(), True: LineSplitter()}  # by stream
         self._stacks = StackFilter()
 
@@ -138,8 +140,8 @@ class ShownOutput:
         return self._display.is_behind
 
     def feed(self, is_error: bool, data: bytes) -> None:
-        if self._is_logged:
-            self._display.log(self._name, data)
+        if self._log is not None:
+            self._log(data)
         for line in self._splitters[is_error].feed(data):
             self._show(is_error, line)
 
