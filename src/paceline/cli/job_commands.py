@@ -30,7 +30,7 @@ from paceline.launcher.job_size import ElasticPlan, ServerPlan
 from paceline.launcher.processes.guard_main import end_processes
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.pace.parse import Schedule, parse_schedule
-from paceline.runtime.config import inherited_environ, natural_host_id
+from paceline.runtime.config import inherited_environ, natural_host_id, set_encryption
 from paceline.runtime.console import say
 from paceline.runtime.machine import processor_s, usable_cores
 from paceline.runtime.mesh import Mesh
@@ -51,6 +51,7 @@ def operating(
             f"job {facts.name} runs, but its supervisor and coordinator are gone;"
             f" `paceline attach {facts.name}` starts them again"
         )
+    set_encryption(facts.encryption)
     secret = load_secret(facts.secret_file)
     operator = Operator.connect(
         facts.coordinator, secret, facts.job_id, on_notification=on_notification
@@ -278,7 +279,7 @@ def join(
 def _find(
     words: list[str], coordinator: str | None, secret_file: Path | None
 ) -> tuple[JobAddresses, list[str], dict[str, str]]:
-    """Return the job, the words after its name, and variables with its pace and precision.
+    """Return the job, the words after its name, and variables of its settings.
 
     The first word is the name of the job; it may be left out if only one job runs.
     """
@@ -304,7 +305,12 @@ def _find(
         secret_file=facts.secret_file,
         master_port=facts.master_port,
     )
-    variables = {"PACELINE_PACE": facts.pace, "PACELINE_PRECISION": facts.precision}
+    set_encryption(facts.encryption)
+    variables = {
+        "PACELINE_PACE": facts.pace,
+        "PACELINE_PRECISION": facts.precision,
+        "PACELINE_ENCRYPT": facts.encryption,
+    }
     return where, words[1:] if name else words, variables
 
 

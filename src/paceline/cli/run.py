@@ -27,7 +27,7 @@ from paceline.observe.record.recorder import RunRecorder
 from paceline.observe.record.trace_file import require_directory
 from paceline.observe.telemetry.events import RunEnded
 from paceline.observe.telemetry.traffic import describe_compression, describe_traffic
-from paceline.runtime.config import inherited_environ
+from paceline.runtime.config import inherited_environ, set_encryption
 from paceline.runtime.console import say
 
 # After Ctrl-C: how long to wait for a stopped terminal or a slow reader.
@@ -51,6 +51,7 @@ class _DisplayHandler(logging.Handler):
 
 def run(spec: RunSpec) -> int:
     """Run a job and return its exit code; raises PacelineError."""
+    set_encryption(spec.encryption_in(inherited_environ()))
     environ, job_id = inherited_environ(), new_job_id()
     spec = replace(spec, log_dir=run_directory(spec, environ, job_id))
     require_directory(spec.trace_in(environ), spec.log_dir)

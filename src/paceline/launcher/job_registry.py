@@ -22,7 +22,7 @@ from paceline.launcher.environment import JobAddresses
 from paceline.launcher.job_directory import directories, is_held
 from paceline.launcher.processes.guard_main import job_processes
 from paceline.launcher.spec import RunSpec
-from paceline.runtime.config import process_start, runtime_dir
+from paceline.runtime.config import encryption, process_start, runtime_dir
 from paceline.runtime.process_names import ProcessName
 
 _FACTS, _PROCESSES = "job.json", "processes"
@@ -62,6 +62,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     command: str  # for people
     pace: str = ""  # if it was given on the command line
     precision: str = ""  # the same
+    encryption: str = "on"  # PACELINE_ENCRYPT in its processes
     log_dir: str = ""
     is_detached: bool = False
     hosts: tuple[str, ...] = ()  # of a job on several hosts
@@ -113,6 +114,7 @@ def facts_of(spec: RunSpec, where: JobAddresses) -> JobFacts:
         command=shlex.join((spec.target, *spec.arguments)),
         pace=str(spec.pace or ""),
         precision=spec.precision or "",
+        encryption=encryption(),
         log_dir=str(spec.log_dir.absolute()) if spec.log_dir else "",
         is_detached=spec.is_detached,
         hosts=tuple(host.name for host in spec.hosts),

@@ -112,7 +112,7 @@ _OWN_SETTINGS = (
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
     *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR", "ENCRYPT"),
 )
-ON_LOSS = ("shrink", "replace")
+ON_LOSS, _ENCRYPTION = ("shrink", "replace"), ("on", "off", "always")
 _ROLES = ("worker", "server", "data")
 
 
@@ -249,8 +249,13 @@ def uses_template(environ: Mapping[str, str]) -> bool:
 def encryption(environ: Mapping[str, str] | None = None) -> str:
     """Return PACELINE_ENCRYPT: "on" (default) encrypts what leaves the machine, "always" also what
     stays on it, "off" nothing."""
-    environ = os.environ if environ is None else environ
-    return _choice(environ, "ENCRYPT", ("on", "off", "always"))
+    return _choice(os.environ if environ is None else environ, "ENCRYPT", _ENCRYPTION)
+
+
+def set_encryption(setting: str) -> None:
+    """Use the setting of a job in this process and its children."""
+    if encryption() != setting:
+        os.environ["PACELINE_ENCRYPT"] = setting
 
 
 def describe(env: JobEnv) -> str:

@@ -13,6 +13,7 @@ from paceline.control.transport import acceptor as acceptor_module
 from paceline.control.transport.acceptor import MAX_STRANGERS, Acceptor, introduce
 from paceline.control.transport.auth import CallerHandshake
 from paceline.control.transport.sockets import connect_tcp, frame, join_address, listen_tcp
+from paceline.control.transport.tls import ALERT
 from paceline.errors import AuthError, VersionMismatch
 
 SECRET, JOB = b"s" * 32, "j"
@@ -75,14 +76,13 @@ async def hangs_up(sock: socket.socket) -> bytes:
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
         frame(b""),
         frame(b"\xc1"),
         frame(bytes(4096)),
         (4097).to_bytes(4, "little"),
         b"\xff" * 64,
     ],
-    ids=["http", "tls", "empty", "garbage", "zeros", "oversize", "ones"],
+    ids=["http", "empty", "garbage", "zeros", "oversize", "ones"],
 )
 def test_bytes_that_no_member_would_send_end_the_connection_at_once(data):
     async def scenario(door):
@@ -90,6 +90,16 @@ def test_bytes_that_no_member_would_send_end_the_connection_at_once(data):
         assert door.gate.refused == 1
         await door.honest()
         assert [caller.rank for caller in door.admitted] == [0]
+
+    with_door(scenario)
+
+
+def test_tls_at_a_plain_port_gets_an_alert_and_nothing_else():
+    async def scenario(door):
+        hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100)
+        assert await hangs_up(await door.stranger(hello)) in (ALERT, b"")  # b"": reset on our side
+        await door.honest()
+        assert door.gate.refused == 1
 
     with_door(scenario)
 

@@ -25,7 +25,7 @@ import msgspec
 from paceline import errors
 from paceline.control import messages as m
 from paceline.control.client.requests import ANSWER_S
-from paceline.control.transport.acceptor import introduce
+from paceline.control.transport.acceptor import introduce_control
 from paceline.control.transport.auth import CallerHandshake
 from paceline.control.transport.channel import Channel
 from paceline.control.transport.loop_thread import LoopThread
@@ -172,8 +172,8 @@ class CoordinatorConnection(Generic[M]):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
         self.local_address = sock.getsockname()[0]
         what = f"{self.name}: coordinator {self.address}"
-        session = await introduce(sock, handshake, what=what)
-        return await Channel.over(sock, session, self._decoder)
+        wire, session = await introduce_control(sock, handshake, what=what)
+        return await Channel.over(wire, session, self._decoder)
 
     async def _listen(self) -> None:
         try:

@@ -44,13 +44,14 @@ from paceline.control.membership.changes import change_events
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
 from paceline.control.membership.state import Decision
-from paceline.control.transport.acceptor import Acceptor
+from paceline.control.transport.acceptor import Acceptor, Wire
 from paceline.control.transport.auth import Hello, Session
 from paceline.control.transport.channel import Channel
 from paceline.control.transport.sockets import join_address, listen_tcp
+from paceline.control.transport.tls import leaves_machine
 from paceline.errors import PacelineError, RendezvousError
 from paceline.observe.telemetry.events import Event
-from paceline.runtime.config import clock_id
+from paceline.runtime.config import clock_id, encryption
 
 _CHECK_S = 0.2
 _TURN_S = 0.02
@@ -126,6 +127,8 @@ class Coordinator:
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on a socket that listens already."""
+        if encryption() == "off" and leaves_machine(listener.getsockname()[0]):
+            log.warning("PACELINE_ENCRYPT=off: connections between hosts are not encrypted")
         self._acceptor.open(listener)
         self._watch = asyncio.ensure_future(self._watch_members())
         self._watch.add_done_callback(_complain)
@@ -156,11 +159,11 @@ class Coordinator:
 
     # -- connections -------------------------------------------------------------------------
 
-    async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:
+    async def _admit(self, wire: Wire, session: Session, caller: Hello) -> None:
         if caller.role == o.ROLE:
-            await self._operators.serve(await Channel.over(sock, session, operator_decoder), caller)
+            await self._operators.serve(await Channel.over(wire, session, operator_decoder), caller)
             return
-        connection = MemberConnection(await Channel.over(sock, session, _decoder), caller)
+        connection = MemberConnection(await Channel.over(wire, session, _decoder), caller)
         self._members.all.add(connection)
         reason = "its connection ended"
         try:

@@ -4,6 +4,7 @@ Before it is authenticated, a connection is limited to frames of at most 4 KiB a
 and at most 64 connections wait at a time. If there are more, the oldest one is closed: an honest
 handshake takes milliseconds, so the oldest is most likely an attacker's. An honest caller that was
 closed connects again. No stranger can delay another, and a refused caller is not sent the reason.
+On connections that leave the machine these limits include the TLS handshake (tls.py).
 
 Threads: everything runs in the asyncio loop that called `open`.
 """
@@ -11,6 +12,7 @@ Threads: everything runs in the asyncio loop that called `open`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -19,8 +21,16 @@ import time
 from collections.abc import Awaitable, Callable
 
 from paceline.control.transport.auth import CallerHandshake, Hello, ListenerHandshake, Session
-from paceline.control.transport.sockets import close_in_children, receive_frame, send_frame
-from paceline.errors import AuthError, PacelineError
+from paceline.control.transport.certificate import tls_contexts
+from paceline.control.transport.sockets import (
+    MAX_HELLO_BYTES,
+    close_in_children,
+    receive_frame,
+    send_frame,
+)
+from paceline.control.transport.tls import ALERT, TlsStream, is_encrypted
+from paceline.errors import AuthError, ConnectError, PacelineError
+from paceline.runtime.config import encryption
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64  # connections that are not authenticated yet
@@ -28,13 +38,15 @@ _GRACE_S = 0.05  # a younger stranger is not closed: it may be honest, on a busy
 
 log = logging.getLogger("paceline.control")
 
-Admit = Callable[[socket.socket, Session, Hello], Awaitable[None]]
+Wire = socket.socket | TlsStream  # plain or encrypted
+Admit = Callable[[Wire, Session, Hello], Awaitable[None]]
 
 
 class Acceptor:
     """Accepts connections on some sockets and passes the authenticated ones to `admit`.
 
-    `admit` owns the socket; it runs in the connection's own task, for as long as it needs.
+    `admit` owns the connection, and runs in its own task, for as long as it needs. With
+    `is_always_plain`, connections to other hosts are not encrypted here: `admit` gets sockets only.
     """
 
     def __init__(
@@ -45,9 +57,11 @@ class Acceptor:
         listener: str,
         admit: Admit,
         handshake_s: float = HANDSHAKE_S,
+        is_always_plain: bool = False,
     ) -> None:
         self._secret, self._job_id, self._listener, self._admit = secret, job_id, listener, admit
         self._handshake_s = handshake_s
+        self._encryption = "off" if is_always_plain else encryption()
         self._strangers: dict[asyncio.Task[None], float] = {}  # in order of arrival
         self._tasks: set[asyncio.Task[None]] = set()
         self._sockets: list[socket.socket] = []
@@ -56,6 +70,8 @@ class Acceptor:
     def open(self, *listeners: socket.socket) -> None:
         """Start to accept; `close` also closes the listening sockets."""
         for listener in listeners:
+            if self._encrypts(listener):
+                tls_contexts(self._secret)  # not while a caller waits
             self._sockets.append(listener)
             self._start(self._accept(listener))
 
@@ -101,28 +117,49 @@ class Acceptor:
         task = asyncio.current_task()
         assert task is not None
         try:
-            session, caller = await asyncio.wait_for(self._authenticate(sock), self._handshake_s)
+            admitted = await asyncio.wait_for(self._authenticate(sock), self._handshake_s)
         except (PacelineError, OSError, asyncio.TimeoutError) as error:
             self._note_refusal(error)
-            sock.close()
             return
-        except BaseException:
-            sock.close()
-            raise
         finally:
             self._strangers.pop(task, None)
-        await self._admit(sock, session, caller)
+        await self._admit(*admitted)
 
-    async def _authenticate(self, sock: socket.socket) -> tuple[Session, Hello]:
+    async def _authenticate(self, sock: socket.socket) -> tuple[Wire, Session, Hello]:
+        """Return an authenticated connection; it is closed on any failure."""
+        wire: Wire = sock
+        try:
+            self._prepare(sock)
+            if self._encrypts(sock):
+                wire = await TlsStream.over(sock, self._secret, is_listener=True)
+            return wire, *await self._shake_hands(wire)
+        except BaseException:
+            _drop(wire)
+            raise
+
+    def _encrypts(self, sock: socket.socket) -> bool:
+        return is_encrypted(sock.family, sock.getsockname(), self._encryption)
+
+    def _prepare(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
             _require_same_user(sock)
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def _shake_hands(self, wire: Wire) -> tuple[Session, Hello]:
         handshake = ListenerHandshake(self._secret, job_id=self._job_id, listener=self._listener)
-        await send_frame(sock, handshake.challenge(await receive_frame(sock)))
+        try:
+            hello = await receive_frame(wire)
+        except ConnectError:  # it begins with TLS
+            if isinstance(wire, socket.socket):
+                with contextlib.suppress(OSError):
+                    wire.recv(MAX_HELLO_BYTES)  # closing with unread data would drop the alert
+                    wire.send(ALERT)
+            raise
+        await send_frame(wire, handshake.challenge(hello))
         handshake.require_version()
-        await send_frame(sock, handshake.accept(await receive_frame(sock)))
+        await send_frame(wire, handshake.accept(await receive_frame(wire)))
         return handshake.session, handshake.caller
 
     def _note_refusal(self, error: Exception) -> None:
@@ -134,17 +171,44 @@ class Acceptor:
 
 
 async def introduce(sock: socket.socket, handshake: CallerHandshake, *, what: str) -> Session:
-    """Run the caller's side on a new connection to `what`; close the socket on any failure."""
+    """Run the caller's side on a new link to `what`; close the socket on any failure."""
+    return await _introduce(sock, handshake, what)
+
+
+async def introduce_control(
+    sock: socket.socket, handshake: CallerHandshake, *, what: str
+) -> tuple[Wire, Session]:
+    """Run the caller's side on a new control connection to `what`, inside TLS if it leaves the
+    machine; return what `Channel.over` needs. The socket is closed on any failure."""
+    wire: Wire = sock
+    if is_encrypted(sock.family, sock.getpeername(), encryption()):
+        try:
+            wire = await TlsStream.over(sock, handshake.secret, is_listener=False)
+        except AuthError:
+            raise AuthError(f"{what}: {handshake.wrong_listener()}") from None
+        except PacelineError as error:
+            raise type(error)(f"{what}: {error}") from None
+    return wire, await _introduce(wire, handshake, what)
+
+
+async def _introduce(wire: Wire, handshake: CallerHandshake, what: str) -> Session:
     try:
-        await send_frame(sock, handshake.hello())
-        await send_frame(sock, handshake.answer(await receive_frame(sock)))
-        return handshake.finish(await receive_frame(sock))
+        await send_frame(wire, handshake.hello())
+        await send_frame(wire, handshake.answer(await receive_frame(wire)))
+        return handshake.finish(await receive_frame(wire))
     except PacelineError as error:
-        sock.close()
+        _drop(wire)
         raise type(error)(f"{what}: {error}") from None
     except BaseException:
-        sock.close()
+        _drop(wire)
         raise
+
+
+def _drop(wire: Wire) -> None:
+    if isinstance(wire, socket.socket):
+        wire.close()
+    else:
+        wire.abort()
 
 
 def _require_same_user(sock: socket.socket) -> None:

@@ -18,8 +18,8 @@ accident, the handshake fails. The listener proves itself first, so that a calle
 secret can report it, while a failing caller learns nothing from the listener.
 
 Both sides then derive one key per direction with HKDF. `Session` seals each frame with the key and
-a counter, which refuses replayed, reordered and reflected frames. Frames are authenticated, not
-encrypted.
+a counter, which refuses replayed, reordered and reflected frames. This hides nothing: between hosts
+the whole exchange runs inside TLS (tls.py).
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class CallerHandshake:
     ) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._hello = Hello(PROTOCOL_VERSION, role, rank, purpose, nonce)
-        self._secret, self._job_id, self._listener = secret, job_id, listener
+        self.secret, self._job_id, self._listener = secret, job_id, listener
         self._session: Session | None = None
 
     def hello(self) -> bytes:
@@ -184,14 +184,18 @@ class CallerHandshake:
                 " install the same Paceline version everywhere"
             )
         challenge = _decode(message, Challenge)
-        keys = _Keys(self._secret, self._job_id, self._listener, self._hello, challenge.nonce)
+        keys = _Keys(self.secret, self._job_id, self._listener, self._hello, challenge.nonce)
         if not hmac.compare_digest(challenge.proof, keys.listener_proof):
-            raise AuthError(
-                f"the process that listens there is not the {self._listener} of job {self._job_id}"
-                " with our secret; another job has that address, or the secret files differ"
-            )
+            raise self.wrong_listener()
         self._session = Session(keys.caller_key, keys.listener_key)
         return msgspec.msgpack.encode(Proof(keys.caller_proof))
+
+    def wrong_listener(self) -> AuthError:
+        """Return the error for a listener that has not proved that it has our secret."""
+        return AuthError(
+            f"the process that listens there is not the {self._listener} of job {self._job_id}"
+            " with our secret; another job has that address, or the secret files differ"
+        )
 
     def finish(self, frame: bytes) -> Session:
         """Check that the listener accepted; the session is ready for use."""

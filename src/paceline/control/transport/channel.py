@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from paceline.control.transport.auth import TAG_BYTES, Session
-from paceline.control.transport.sockets import MAX_FRAME_BYTES, frame, frame_size
+from paceline.control.transport.sockets import MAX_FRAME_BYTES, SocketOptions, frame, frame_size
+from paceline.control.transport.tls import TlsStream
 from paceline.errors import BadFrame, PeerLost, UsageError
 
 MAX_BACKLOG_BYTES = 2 * MAX_FRAME_BYTES
@@ -25,13 +26,24 @@ _GOODBYE_S = 2.0
 M = TypeVar("M")
 
 
+class Writer(Protocol):
+    """The sending side of a connection: an asyncio.StreamWriter or a TlsStream."""
+
+    @property
+    def transport(self) -> asyncio.WriteTransport: ...
+    def write(self, data: bytes) -> None: ...
+    def write_eof(self) -> None: ...
+    def close(self) -> None: ...
+    async def wait_closed(self) -> None: ...
+
+
 class Channel(Generic[M]):
     """One end of a control connection that receives messages of type M. Belongs to one loop."""
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        writer: Writer,
         session: Session,
         decoder: msgspec.msgpack.Decoder[M],
     ) -> None:
@@ -40,9 +52,14 @@ class Channel(Generic[M]):
 
     @classmethod
     async def over(
-        cls, sock: socket.socket, session: Session, decoder: msgspec.msgpack.Decoder[M]
+        cls,
+        sock: socket.socket | TlsStream,
+        session: Session,
+        decoder: msgspec.msgpack.Decoder[M],
     ) -> Channel[M]:
-        """Take over an authenticated socket."""
+        """Take over an authenticated connection."""
+        if isinstance(sock, TlsStream):
+            return cls(sock.reader, sock, session, decoder)
         reader, writer = await asyncio.open_connection(sock=sock)
         return cls(reader, writer, session, decoder)
 
@@ -52,9 +69,15 @@ class Channel(Generic[M]):
         return self._writer.transport.get_write_buffer_size()
 
     @property
+    def socket(self) -> SocketOptions:
+        """The socket of this connection, for its options."""
+        found: SocketOptions = self._writer.transport.get_extra_info("socket")
+        return found
+
+    @property
     def local_address(self) -> str:
         """The address of this end of a TCP connection, without the port."""
-        return str(self._writer.get_extra_info("sockname")[0])
+        return str(self._writer.transport.get_extra_info("sockname")[0])
 
     def send(self, message: Any) -> None:
         """Queue a message; PeerLost if the peer has not read for long."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.control.member import Member
-from paceline.control.transport.acceptor import Acceptor, introduce
+from paceline.control.transport.acceptor import Acceptor, Wire, introduce
 from paceline.control.transport.auth import CallerHandshake, Hello, Session
 from paceline.control.transport.link_encryption import (
     CIPHERS,
@@ -67,7 +67,10 @@ class LinkListener:
         self._arrived: dict[_Key, tuple[socket.socket, LinkKeys | None]] = {}
         self._refused: dict[_Key, str] = {}  # why
         self._expected: dict[_Key, asyncio.Future[None]] = {}
-        self._acceptor = Acceptor(secret, job_id=job_id, listener=_name(rank), admit=self._admit)
+        # Always plain: the C++ core owns these sockets and what travels on them.
+        self._acceptor = Acceptor(
+            secret, job_id=job_id, listener=_name(rank), admit=self._admit, is_always_plain=True
+        )
         self.unix_name = f"paceline-{secrets.token_hex(16)}"
         self.tcp_address = ""
         listeners = []
@@ -146,7 +149,8 @@ class LinkListener:
     def _encrypts(self, sock: socket.socket, listener: Any) -> bool:
         return is_link_encrypted(sock.family, listener, self._encryption)
 
-    async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:
+    async def _admit(self, sock: Wire, session: Session, caller: Hello) -> None:
+        assert isinstance(sock, socket.socket)
         purpose, cipher = split_cipher(caller.purpose)
         is_encrypted = self._encrypts(sock, sock.getsockname())
         reason = refusal(caller.rank, cipher, self._rank, is_encrypted, self._encryption)

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from paceline.errors import BadFrame, ConnectError, PortInUse, SetupError
 
@@ -30,8 +30,23 @@ MAX_FRAME_BYTES = 64 << 20  # any frame after it
 _BACKLOG = 1024
 _ATTEMPT_S = 5.0
 _TCP_RTO_MAX_MS = 44  # not in the socket module yet
+_TLS_RECORDS = (0x15, 0x16)  # alert, handshake
 
 T = TypeVar("T")
+
+
+class Stream(Protocol):
+    """An encrypted connection, as far as frames need it; see tls.py."""
+
+    async def read_exactly(self, size: int) -> bytes: ...
+    def write(self, data: bytes) -> None: ...
+    def abort(self) -> None: ...
+
+
+class SocketOptions(Protocol):
+    """A socket, or what asyncio shows of it."""
+
+    def setsockopt(self, level: int, option: int, value: int, /) -> None: ...
 
 
 def frame(payload: bytes) -> bytes:
@@ -46,16 +61,27 @@ def frame_size(header: bytes, limit: int) -> int:
     return size
 
 
-async def send_frame(sock: socket.socket, payload: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, frame(payload))
+async def send_frame(sock: socket.socket | Stream, payload: bytes) -> None:
+    if isinstance(sock, socket.socket):
+        await asyncio.get_running_loop().sock_sendall(sock, frame(payload))
+    else:
+        sock.write(frame(payload))
 
 
-async def receive_frame(sock: socket.socket, limit: int = MAX_HELLO_BYTES) -> bytes:
+async def receive_frame(sock: socket.socket | Stream, limit: int = MAX_HELLO_BYTES) -> bytes:
     """Read one frame and not a byte more; ConnectionError if the peer closes before its end."""
-    return await _receive(sock, frame_size(await _receive(sock, 4), limit))
+    header = await _receive(sock, 4)
+    if header[0] in _TLS_RECORDS and header[1] == 3:  # as a length it would exceed the limit
+        raise ConnectError(
+            "the peer speaks TLS, but this connection is not encrypted here; set PACELINE_ENCRYPT"
+            " to the same value in every process of the job"
+        )
+    return await _receive(sock, frame_size(header, limit))
 
 
-async def _receive(sock: socket.socket, size: int) -> bytes:
+async def _receive(sock: socket.socket | Stream, size: int) -> bytes:
+    if not isinstance(sock, socket.socket):
+        return await sock.read_exactly(size)
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < size:
@@ -169,7 +195,7 @@ def retry_soon(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
-def die_soon(sock: socket.socket, within_s: float = 1.5) -> None:
+def die_soon(sock: SocketOptions, within_s: float = 1.5) -> None:
     """End a connection whose peer's machine or network is gone for this long.
 
     It takes regular messages in both directions. A process that is merely stopped does not end its

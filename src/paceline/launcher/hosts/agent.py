@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from paceline import __version__
-from paceline.control.transport.acceptor import introduce
+from paceline.control.transport.acceptor import Wire, introduce_control
 from paceline.control.transport.auth import CallerHandshake, Session, write_private
 from paceline.control.transport.channel import Channel
 from paceline.control.transport.sockets import connect_tcp, die_soon
@@ -44,7 +44,13 @@ from paceline.launcher.processes.monitor import ProcessMonitor
 from paceline.launcher.processes.process import ProcessOutput, RankProcess
 from paceline.launcher.processes.table import ProcessTable
 from paceline.launcher.spec import RunSpec
-from paceline.runtime.config import inherited_environ, natural_host_id, runtime_dir
+from paceline.runtime.config import (
+    encryption,
+    inherited_environ,
+    natural_host_id,
+    runtime_dir,
+    set_encryption,
+)
 from paceline.runtime.console import warn
 from paceline.runtime.machine import memory, processor_s, usable_cores
 
@@ -64,6 +70,7 @@ class Agent:
         self._processes: ProcessTable[RankProcess] = ProcessTable(invitation.job_id, self._on_end)
         self._monitor = ProcessMonitor()
         self._host: ProcessHost | None = None
+        set_encryption(encryption(invitation.environ))  # that of the job, not of this host
         self._environ = inherited_environ()
         self._secret_file: Path
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,13 +112,13 @@ class Agent:
                 f"host {self._invitation.host_name} cannot reach the launcher ({words}); check"
                 " firewalls between the hosts"
             )
-        for _, (sock, _) in good[1:]:
-            sock.close()
-        sock, session = good[0][1]
-        die_soon(sock)
-        return await Channel.over(sock, session, _decoder), [address for address, _ in good]
+        for _, (wire, _) in good[1:]:
+            wire.close()
+        channel = await Channel.over(*good[0][1], _decoder)
+        die_soon(channel.socket)
+        return channel, [address for address, _ in good]
 
-    async def _introduce(self, address: str) -> tuple[socket.socket, Session]:
+    async def _introduce(self, address: str) -> tuple[Wire, Session]:
         handshake = CallerHandshake(
             self._secret,
             job_id=self._invitation.job_id,
@@ -121,7 +128,7 @@ class Agent:
             purpose="control",
         )
         sock = await connect_tcp(address)
-        return sock, await introduce(sock, handshake, what=f"the launcher at {address}")
+        return await introduce_control(sock, handshake, what=f"the launcher at {address}")
 
     def _addresses(self) -> list[str]:
         """Return the addresses of this host, first the one towards the launcher."""

@@ -11,7 +11,6 @@ Threads: the launcher's loop only.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paceline import __version__
-from paceline.control.transport.acceptor import Acceptor
+from paceline.control.transport.acceptor import Acceptor, Wire
 from paceline.control.transport.auth import Hello, Session
 from paceline.control.transport.channel import Channel
 from paceline.control.transport.sockets import die_soon, join_address, listen_tcp
@@ -133,13 +132,14 @@ class HostConnector:
                 "this machine has no address that other hosts could reach; check its network"
             )
 
-    async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:
+    async def _admit(self, wire: Wire, session: Session, caller: Hello) -> None:
         remote = self.connected.remotes.get(caller.rank)
         if remote is None or caller.role != m.ROLE:
-            sock.close()
+            wire.close()
             return
-        die_soon(sock)
-        await remote.serve(await Channel.over(sock, session, _decoder))
+        channel = await Channel.over(wire, session, _decoder)
+        die_soon(channel.socket)
+        await remote.serve(channel)
 
     async def _start_agents(self, invited: Mapping[int, tuple[HostSlots, bytes]]) -> list[Problem]:
         waits = {

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from paceline.control.transport.acceptor import Acceptor, introduce
+from paceline.control.transport.acceptor import Acceptor, Wire, introduce
 from paceline.control.transport.auth import CallerHandshake, Hello, Session
 from paceline.control.transport.sockets import connect_tcp, join_address, listen_tcp, split_address
 from paceline.errors import PacelineError, SetupError
@@ -101,7 +101,10 @@ class ProbeListener:
 
     def __init__(self, secret: bytes, job_id: str, host_index: int) -> None:
         listener = _name(host_index)
-        self._acceptor = Acceptor(secret, job_id=job_id, listener=listener, admit=self._admit)
+        # Always plain: nothing is sent after the handshake, which reveals nothing.
+        self._acceptor = Acceptor(
+            secret, job_id=job_id, listener=listener, admit=self._admit, is_always_plain=True
+        )
         self.addresses: list[str] = []  # host:port
 
     def open(self, addresses: Sequence[str]) -> None:
@@ -115,9 +118,9 @@ class ProbeListener:
     async def close(self) -> None:
         await self._acceptor.close()
 
-    async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:
+    async def _admit(self, wire: Wire, session: Session, caller: Hello) -> None:
         del session, caller
-        sock.close()
+        wire.close()
 
 
 async def probe(
