@@ -6,6 +6,7 @@
 #   make chaos   break jobs in every way (as root, long)    make clean   remove what was built
 #   make cluster-test  run jobs on test hosts with ssh and Slurm (as root; prints what it skips)
 #   make simulate  break simulated jobs, many of them (SEEDS=10000, minutes)
+#   make fuzz    give changed bytes to every decoder (SECONDS=10 for each; ARGS="--runs 10000000 frame_fuzz")
 #   make wheel   build dist/*.whl, install it in an empty environment, run a job (ARGS=--matrix: each Python)
 #
 # The first call sets up .venv and builds the core (minutes); later calls start in seconds. Each verb
@@ -17,7 +18,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test cluster-test check docs chaos simulate fmt bench wheel clean
+.PHONY: demo test cluster-test check docs chaos simulate fuzz fmt bench wheel clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -48,6 +49,12 @@ chaos: $(STAMP)
 SEEDS ?= 10000
 simulate: $(STAMP)
 	cd tests && ../$(BIN)/python -m simulation --seeds $(SEEDS) $(ARGS)
+
+# Installs atheris, if there is one for this Python; clang comes from the system. Without them: a replay.
+SECONDS ?= 10
+fuzz: $(STAMP)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3.0' || true
+	cd tests && ../$(BIN)/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format . ; $(BIN)/clang-format -i $(CPP)

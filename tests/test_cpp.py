@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fuzz.native import NAMES
+from fuzz.target import read_corpus, unpack_corpus
+
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build"
 TESTS = (
@@ -63,6 +66,16 @@ def built_for_threads() -> Path:
 def test_core_under_sanitizers(built, name):
     out = subprocess.run([built / name], capture_output=True, text=True, timeout=180)
     assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]
+    assert "runtime error" not in out.stderr, out.stderr[-3000:]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_fuzz_corpus_under_sanitizers(built, name, tmp_path):
+    corpus = unpack_corpus(name, tmp_path)
+    out = subprocess.run([built / name, corpus], capture_output=True, text=True, timeout=180)
+    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]
+    assert f"{len(read_corpus(name))} inputs" in out.stdout
     assert "runtime error" not in out.stderr, out.stderr[-3000:]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -9,11 +10,18 @@ import struct
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
 import paceline as pl
+from fuzz.mutation import mutate
+from fuzz.target import read_corpus
 from paceline.comm.group import Group
+from paceline.control.messages import COORDINATOR
+from paceline.control.transport.acceptor import introduce
+from paceline.control.transport.auth import CallerHandshake, load_secret
+from paceline.control.transport.sockets import connect_tcp, frame
 from paceline.runtime import job
 from support import receive, report, started
 
@@ -135,3 +143,66 @@ def test_the_kernel_shows_nothing_on_public_interfaces() -> None:
             for listening in ranks.values():
                 assert len(listening) == (0 if hosts == 1 else 1)
                 assert all(address.startswith("0100007F:") for address in listening)  # 127.0.0.1
+
+
+def _work_and_report_the_secret(group: Group) -> tuple[int, int]:
+    env = job.current().env
+    report((env.coordinator, env.secret_file, env.job_id))
+    return work_undisturbed(group)
+
+
+def _stories(name: str) -> Iterator[bytes]:
+    """Yield messages of real jobs, each changed in some ways, one by one."""
+    for story in read_corpus(name):
+        for seed in range(6):
+            changed = mutate(story, "msgpack", seed)
+            with contextlib.suppress(ValueError, RecursionError):
+                messages = msgspec.msgpack.decode(
+                    changed or b"", type=list[tuple[int, msgspec.Raw]]
+                )
+                yield from (bytes(message) for _, message in messages)
+
+
+async def _say(address: str, handshake: CallerHandshake, messages: list[bytes]) -> None:
+    """Send messages over an authenticated connection, as far as they are read."""
+    sock = await connect_tcp(address)
+    session = await introduce(sock, handshake, what="the coordinator")
+    reader, writer = await asyncio.open_connection(sock=sock)
+    with contextlib.suppress(OSError):
+        for message in messages:
+            writer.write(frame(session.seal(message)))
+        await writer.drain()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.05)
+    writer.close()
+
+
+def test_changed_messages_with_and_without_the_secret() -> None:
+    """A mutating client: a stranger's handshakes, then control messages of one that is let in."""
+    with started(2, _work_and_report_the_secret, hosts=2) as ranks:
+        coordinator, secret_file, job_id = ranks.receive_all()[0]
+        for family, address in addresses(ranks.receive_all()):
+            for hello in read_corpus("listener_handshake"):
+                for seed in range(20):
+                    changed = mutate(hello, "msgpack", seed) or hello[seed:]
+                    with call(family, address) as sock, contextlib.suppress(OSError):
+                        sock.sendall(frame(changed) * 2)
+                        sock.settimeout(0.02)
+                        assert len(sock.recv(1 << 16)) < 4096
+        # That an operator can end processes is documented; a worker outside of the job can not.
+        messages = [one for one in _stories("coordinator") if b"Ended" not in one]
+        for start in range(0, len(messages), 4):
+            role = "operator" if start % 8 else "worker"
+            handshake = CallerHandshake(
+                load_secret(secret_file),
+                job_id=job_id,
+                listener=COORDINATOR,
+                role=role,
+                rank=7,
+                purpose="control",
+            )
+            asyncio.run(_say(coordinator, handshake, messages[start : start + 4]))
+        assert len(messages) > 100
+        ranks.send(0, "stop")
+        for rounds, growth_kib in ranks.values(60):
+            assert rounds > 0 and growth_kib < 100 << 10

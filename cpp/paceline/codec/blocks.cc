@@ -1,13 +1,28 @@
 #include "paceline/codec/blocks.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "paceline/codec/kernel_table.h"
 #include "paceline/reduce/kernels.h"
 
 namespace paceline::codec {
+namespace {
+
+#if defined(__x86_64__)
+// Not __builtin_cpu_supports: clang 14 does not know "f16c".
+bool has_f16c_and_popcnt() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && (c & bit_POPCNT);
+}
+#endif
+
+}  // namespace
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
-  static const bool has_both = __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt");
+  static const bool has_both = has_f16c_and_popcnt();
   if (has_both && !kernels_are_portable()) return kAvx2Codecs;
 #endif
   return kPortableCodecs;

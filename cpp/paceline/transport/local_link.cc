@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -127,14 +128,21 @@ void LocalLink::receive_locked() {
         }
       }
     if (n != ssize_t(sizeof message) || message.magic != kMagic) return mark_lost();  // end of stream, or not ours
-    handle(message, std::move(fds), sender);
+    // The progress thread calls this: a peer that sends what cannot be used is lost, and nothing else ends.
+    try {
+      handle(message, std::move(fds), sender);
+    } catch (const Error& e) {
+      fprintf(stderr, "paceline: the link to rank %d is closed: %s\n", peer_, e.what());
+      return mark_lost();
+    }
+    if (lost()) return;
   }
 }
 
 void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds, int sender) {
   switch (message.kind) {
     case LinkKind::presence:
-      if (fds.size() != 2 || present()) break;
+      if (fds.size() != 2 || present() || message.bytes < sizeof(Presence)) break;
       presence_segment_ = Segment::map(std::move(fds[0]), message.bytes);
       presence_ = reinterpret_cast<Presence*>(presence_segment_.data());
       doorbell_ = std::move(fds[1]);

@@ -55,6 +55,7 @@ void Port::grant(const FrameHeader& announced, const std::string& eager_data, Me
   h.kind = FrameKind::grant;
   h.message = announced.message;
   control_.push_back({h, {}});
+  if (announced.payload_bytes) --unmatched_;
   if (announced.payload_bytes == announced.total_bytes) {  // eager, or empty
     std::copy_n(reinterpret_cast<const std::byte*>(eager_data.data()), m->bytes, m->data);
     m->done = true;
@@ -253,6 +254,14 @@ void Port::accept_control() {
         throw Error(ErrorKind::bad_frame,
                     "bad frame from rank " + std::to_string(peer_) + ": an announcement of " +
                         std::to_string(h.total_bytes) + " bytes with " + std::to_string(h.payload_bytes) + " of them",
+                    peer_);
+      // A peer must not fill this process's memory with data that no receive has asked for.
+      if (h.payload_bytes > kEagerBytes || (h.payload_bytes && ++unmatched_ > kMaxEager))
+        throw Error(ErrorKind::bad_frame,
+                    "bad frame from rank " + std::to_string(peer_) + ": " + std::to_string(unmatched_) +
+                        " messages were sent before they were granted, the last of " + std::to_string(h.payload_bytes) +
+                        " bytes; expected up to " + std::to_string(kMaxEager) + " of " + std::to_string(kEagerBytes) +
+                        " bytes",
                     peer_);
       return on_announce_(*this, h, std::move(in_text_));
     case FrameKind::grant: {

@@ -114,6 +114,7 @@ class Port {
   std::byte* in_target_ = nullptr;
   Message* in_message_ = nullptr;
   uint32_t in_sequence_ = 0;
+  int unmatched_ = 0;  // eager messages of the peer whose data is kept here
   double heard_s_;
 };
 

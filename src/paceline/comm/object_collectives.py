@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from paceline.comm.group import Group
-from paceline.errors import UsageError
+from paceline.errors import ProtocolError, UsageError
 
 
 def all_gather_object(group: Group, value: Any) -> list[Any]:
@@ -23,7 +23,7 @@ def all_gather_object(group: Group, value: Any) -> list[Any]:
     group.all_gather(torch.tensor([mine.numel()]), out=sizes)
     messages = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
     group.all_gather(mine, out=messages)
-    return [msgspec.msgpack.decode(message.numpy().tobytes()) for message in messages]
+    return [decode(message.numpy().tobytes()) for message in messages]
 
 
 def broadcast_object(group: Group, value: Any, root: int = 0) -> Any:
@@ -35,7 +35,15 @@ def broadcast_object(group: Group, value: Any, root: int = 0) -> Any:
     if group.rank == root:
         message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     group.broadcast(message, root=root)
-    return msgspec.msgpack.decode(message.numpy().tobytes())
+    return decode(message.numpy().tobytes())
+
+
+def decode(data: bytes) -> Any:
+    """Return the value of another member; raise ProtocolError if these bytes are none."""
+    try:
+        return msgspec.msgpack.decode(data)
+    except (ValueError, TypeError, RecursionError) as error:  # ValueError: msgspec's and Unicode's
+        raise ProtocolError(f"a value of {len(data)} bytes cannot be decoded: {error}") from None
 
 
 def raise_first_problem(ranks: Sequence[int], what: str, problems: Sequence[str | None]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.control.transport.auth import write_private
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import ConfigError, LaunchError, UsageError
 from paceline.launcher.environment import JobAddresses
 from paceline.launcher.job_directory import directories, is_held
 from paceline.launcher.processes.guard_main import job_processes
@@ -46,7 +46,10 @@ def encode_spec(spec: RunSpec) -> msgspec.Raw:
 
 def decode_spec(raw: msgspec.Raw) -> RunSpec:
     """Return the options of a job; call in its working directory. Raises ConfigError."""
-    return msgspec.json.decode(raw, type=RunSpec, dec_hook=lambda _, text: Path(text))
+    try:
+        return msgspec.json.decode(raw, type=RunSpec, dec_hook=lambda _, text: Path(text))
+    except (ValueError, RecursionError) as error:  # ValueError: msgspec's and Unicode's
+        raise ConfigError(f"the recorded options of a job cannot be read: {error}") from None
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +137,7 @@ def read_facts(directory: Path) -> JobFacts | None:
     """Return the facts; None if there are none: the job is starting or ending."""
     try:
         return msgspec.json.decode((directory / _FACTS).read_bytes(), type=JobFacts)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError, RecursionError):  # ValueError: msgspec's and Unicode's
         return None
 
 
@@ -152,8 +155,16 @@ def recorded_processes(directory: Path) -> list[ProcessRecord]:
         lines = (directory / _PROCESSES).read_bytes().splitlines()
     except OSError:
         return []
-    found = [msgspec.json.decode(line, type=ProcessRecord) for line in lines]
+    found = [one for one in map(_decoded, lines) if one is not None]
     return list({one.rank: one for one in found}.values())
+
+
+def _decoded(line: bytes) -> ProcessRecord | None:
+    """Return a record; None if its writer was killed, or had no space, before the line's end."""
+    try:
+        return msgspec.json.decode(line, type=ProcessRecord)
+    except (ValueError, RecursionError):  # ValueError: msgspec's and Unicode's
+        return None
 
 
 class FoundJob(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 
 _TUPLE, _TENSOR, _DICT = "tuple", "tensor", "dict"
 _BYTES, _FLOAT, _NAMED = "bytes", "float", "named"  # in JSON, which has neither bytes nor infinity
@@ -83,10 +83,17 @@ def state_to_json(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 
 
 def state_from_json(written: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Undo `state_to_json`."""
-    name, count = written[_NAMED]
-    inner = [tensors[f"{name}/{number}"] for number in range(count)]
-    return unflatten_state(_from_json(written["content"]), inner)
+    """Undo `state_to_json`; raise CheckpointError if this was not written by it."""
+    try:
+        name, count = written[_NAMED]
+        if count > len(tensors):
+            raise ValueError(f"{count} tensors, of {len(tensors)} in the checkpoint")
+        inner = [tensors[f"{name}/{number}"] for number in range(count)]
+        return unflatten_state(_from_json(written["content"]), inner)
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"a checkpoint holds a state that cannot be read: {error!r}"
+        ) from None
 
 
 def _to_json(plain: Any) -> Any:

@@ -57,16 +57,40 @@ def receive(group: Group, source: int) -> tuple[dict[str, State], Any]:
     group.recv(size, source, tag=_HEAD)
     body = torch.empty(int(size), dtype=torch.uint8)
     group.recv(body, source, tag=_BODY)
-    content = msgspec.msgpack.decode(body.numpy().tobytes(), type=_Content)
-    tensors = [torch.empty(shape, dtype=_dtype(dtype)) for dtype, shape in content.tensors]
+    content = decode_content(body.numpy().tobytes())
+    tensors = allocate(content)
     for number, tensor in enumerate(tensors):
         if tensor.numel():
             group.recv(tensor, source, tag=_TENSOR + number)
+    return build_states(content, tensors), content.result
+
+
+def decode_content(data: bytes) -> _Content:
+    """Return the message of a peer; raise ProtocolError if these bytes are none."""
+    try:
+        return msgspec.msgpack.decode(data, type=_Content)
+    except (ValueError, TypeError, RecursionError) as error:  # ValueError: msgspec's and Unicode's
+        raise ProtocolError(f"the state of a peer cannot be decoded: {error}") from None
+
+
+def allocate(content: _Content) -> list[torch.Tensor]:
+    """Return memory for the tensors that follow a message."""
+    try:
+        return [torch.empty(shape, dtype=_dtype(dtype)) for dtype, shape in content.tensors]
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"a peer sent a tensor that cannot be allocated: {error}") from None
+
+
+def build_states(content: _Content, tensors: Sequence[torch.Tensor]) -> dict[str, State]:
+    """Return the states by part, with these tensors in them."""
     states = {}
-    for name, entries in content.entries.items():
-        shared, copied, passing = unflatten_state(entries, tensors)
-        states[name] = State(content.counts[name], shared, copied, passing=passing)
-    return states, content.result
+    try:
+        for name, entries in content.entries.items():
+            shared, copied, passing = unflatten_state(entries, tensors)
+            states[name] = State(content.counts[name], shared, copied, passing=passing)
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"the state {name!r:.80} of a peer is invalid: {error!r}") from None
+    return states
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -76,6 +76,8 @@ class Store:
             raise UsageError(
                 f"store_add on key {key!r}: its value {text[:40]!r} is not a number"
             ) from None
+        if not -(1 << 63) <= total < 1 << 63:  # no answer could hold it
+            raise UsageError(f"store_add on key {key!r:.80}: the sum has more than 64 bits")
         self.set(key, str(total).encode())
         return total
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 import msgspec
@@ -86,15 +87,16 @@ class WorkPool:
     returned: deque[int] = field(default_factory=deque)
     again: list[int] = field(default_factory=list)  # all portions that were ever returned
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank: request, portion
-    before: set[int] = field(default_factory=set)
+    before: tuple[tuple[int, int], ...] = ()  # ranges, in order and apart: there may be 2**32
 
     def next_portion(self) -> int:
         """Return the next portion to lease; -1: there is none now."""
         if self.returned:
             return self.returned[0]
         first = self.start
-        while first in self.before:
-            first += 1
+        for start, stop in self.before:
+            if start <= first < stop:
+                first = stop
         return first if first < self.portions else -1
 
     def lease(self, portion: int, rank: int) -> None:
@@ -124,9 +126,9 @@ class WorkPool:
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Return the portions that are done, as ranges."""
-        gaps = {*self.leased, *self.returned}
-        found = [portion for portion in range(self.start) if portion not in gaps]
-        return _ranges([*found, *(p for p in self.before if p >= self.start)])
+        edges = [-1, *sorted({*self.leased, *self.returned}), self.start]
+        found = [(gap + 1, end) for gap, end in pairwise(edges)]
+        return merged([*found, *((max(a, self.start), b) for a, b in self.before)])
 
 
 class WorkPools:
@@ -187,7 +189,7 @@ class WorkPools:
                 deque(entry.back),
                 list(entry.again),
                 {rank: (request, portion) for rank, request, portion in entry.answers},
-                {portion for start, stop in entry.before for portion in range(start, stop)},
+                merged(entry.before),
             )
         elif isinstance(entry, Unlent):
             for pool in self._all():
@@ -211,14 +213,15 @@ class WorkPools:
                     tuple(pool.returned),
                     tuple(pool.again),
                     tuple((rank, *answer) for rank, answer in pool.answers.items()),
-                    _ranges(pool.before),
+                    pool.before,
                 )
 
     def _lease(self, entry: Lending) -> None:
         pool = self._lines[entry.line][entry.index]
-        pool.before.update(p for start, stop in entry.before for p in range(start, stop))
+        pool.before = merged([*pool.before, *entry.before])
         pool.complete(entry.rank, entry.done)
-        pool.give_back([p for p in entry.back if pool.leased.get(p) == entry.rank])
+        back = dict.fromkeys(entry.back)  # each once
+        pool.give_back([p for p in back if pool.leased.get(p) == entry.rank])
         if entry.request:
             if entry.portion >= 0:
                 pool.lease(entry.portion, entry.rank)
@@ -261,14 +264,16 @@ class WorkPools:
             yield from pools.values()
 
 
-def _ranges(portions: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return numbers as ranges, in order."""
+def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return ranges in order, without empty ones; those that touch or overlap become one."""
     found: list[tuple[int, int]] = []
-    for portion in sorted(portions):
-        if found and found[-1][1] == portion:
-            found[-1] = (found[-1][0], portion + 1)
+    for start, stop in sorted(ranges):
+        if start >= stop:
+            continue
+        if found and found[-1][1] >= start:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
         else:
-            found.append((portion, portion + 1))
+            found.append((start, stop))
     return tuple(found)
 
 

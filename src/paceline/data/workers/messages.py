@@ -36,6 +36,10 @@ DIFFERS = "differs"  # the data worker has another loader
 ENDED = "ended"  # the stream is shorter
 
 _ALIGNED = 64
+_INVALID = (
+    *(TypeError, ValueError, KeyError, IndexError, AttributeError),
+    *(RuntimeError, ArithmeticError, MemoryError),
+)
 _TENSOR, _ARRAY, _SCALAR, _TUPLE, _DICT, _NAMED = "t", "a", "s", "u", "d", "n"
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -171,7 +175,7 @@ def unpack(plain: Any, memory: torch.Tensor | None) -> Any:
     """Return a value from its packed form; its tensors lie in `memory`. Raises ProtocolError."""
     try:
         return _unpack(plain, memory)
-    except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AttributeError) as error:
+    except _INVALID as error:
         raise ProtocolError(f"a batch arrived that cannot be unpacked: {error}") from error
 
 
@@ -200,7 +204,8 @@ def _tensor(dtype: torch.dtype, shape: Any, start: int, memory: torch.Tensor | N
     size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     if size == 0:
         return torch.empty(shape, dtype=dtype)
-    assert memory is not None, "tensors come with their memory"
+    if memory is None:
+        raise ValueError("it has tensors, but no memory came with it")
     return memory[start : start + size].view(dtype).view(shape)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import ProtocolError, UsageError
 
 _WHAT = "None, bool, int, float, str, bytes, or lists, tuples and dicts of these"
 _MAX_DEPTH = 100
@@ -23,7 +23,11 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes) -> object:
-    return msgspec.msgpack.decode(data)
+    """Return a value from its bytes; raise ProtocolError if they are none."""
+    try:
+        return msgspec.msgpack.decode(data)
+    except (ValueError, TypeError, RecursionError) as error:  # ValueError: msgspec's and Unicode's
+        raise ProtocolError(f"a result of {len(data)} bytes cannot be decoded: {error}") from None
 
 
 def _plain(value: object, name: str, depth: int) -> object:

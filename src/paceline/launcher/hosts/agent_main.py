@@ -32,7 +32,7 @@ def main() -> int:
     line = sys.stdin.buffer.readline(MAX_INVITATION_BYTES)
     try:
         found = msgspec.json.decode(line, type=_Version).version
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):  # ValueError: msgspec's and Unicode's
         warn("standard input has no invitation of a launcher; start jobs with `paceline run`")
         return FAILED
     if found != __version__:

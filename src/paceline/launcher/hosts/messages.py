@@ -36,7 +36,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     def decode(cls, line: bytes) -> Invitation:
         try:
             return msgspec.json.decode(line, type=cls)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:  # ValueError: msgspec's and Unicode's
             raise BadFrame(f"the invitation of the launcher cannot be read: {error}") from None
 
 

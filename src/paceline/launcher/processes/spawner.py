@@ -27,7 +27,12 @@ from paceline.launcher.processes import template_main
 from paceline.launcher.processes.output import LineForwarder
 from paceline.launcher.processes.process import ProcessOutput, RankProcess
 from paceline.launcher.processes.run_script import Command
-from paceline.launcher.processes.template_main import MAX_REQUEST_BYTES, ForkReply, ForkRequest
+from paceline.launcher.processes.template_main import (
+    MAX_REQUEST_BYTES,
+    ForkReply,
+    ForkRequest,
+    read_reply,
+)
 from paceline.runtime.process_names import ProcessName
 
 _MAX_TEMPLATES = 3  # a template that is killed is replaced, but not for ever
@@ -234,7 +239,7 @@ class Template:
             data = await asyncio.wait_for(loop.sock_recv(self._control, MAX_REQUEST_BYTES), limit_s)
         except (OSError, asyncio.TimeoutError):
             return None
-        return msgspec.msgpack.decode(data, type=ForkReply) if data else None
+        return read_reply(data)
 
     def end(self) -> None:
         """Kill it; the processes that it forked are not its children any more."""

@@ -53,6 +53,14 @@ class ForkReply(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+def read_reply(data: bytes) -> ForkReply | None:
+    """Return a reply; None if there is none: the template has ended, or sent something else."""
+    try:
+        return msgspec.msgpack.decode(data, type=ForkReply) if data else None
+    except (ValueError, RecursionError):  # ValueError: msgspec's and Unicode's
+        return None
+
+
 def serve(control_fd: int) -> Callable[[], None]:
     """Import, then fork until the launcher closes its end; return what a forked process runs."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -20,6 +20,11 @@ from paceline.ps.replication.messages import Shapes
 from paceline.ps.server.server import Server, ServerRequest
 
 Tensors = Sequence[torch.Tensor]
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 
 def encode(
@@ -96,7 +101,10 @@ def landing(message: p.AnyMessage, server: Server, index: int) -> Tensors:
 
 
 def _room(shapes: Shapes) -> Tensors:
-    return [torch.empty(count, dtype=getattr(torch, dtype)) for dtype, count in shapes]
+    try:
+        return [torch.empty(count, dtype=_DTYPES[dtype]) for dtype, count in shapes]
+    except (KeyError, RuntimeError) as error:
+        raise errors.BadFrame(f"tensors of a server cannot be received: {error}") from None
 
 
 def shapes_of(tensors: Tensors) -> Shapes:

@@ -230,7 +230,12 @@ def _left(staging: Path, number: int) -> PartOutcome | None:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
+    return decode_outcome(data, path)
+
+
+def decode_outcome(data: bytes, path: Path) -> PartOutcome:
+    """Return what the writer of a part reports; raise CheckpointError if these bytes are none."""
     try:
         return msgspec.json.decode(data, type=PartOutcome)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: msgspec's and Unicode's
         raise CheckpointError(f"{path} is not the record of a part: {error}", path=path) from None

@@ -98,7 +98,7 @@ def is_dead(outer: Path) -> bool:
         owners = [msgspec.json.decode(mark, type=SaveOwner) for mark in marks]
         if owners and all(owner.is_gone(here) for owner in owners):
             return True
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, RecursionError):
         pass  # being written or removed; its age decides
     try:
         newest = max(path.lstat().st_mtime for path in (outer, *outer.rglob("*")))
