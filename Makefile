@@ -27,9 +27,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python tests/run.py $(ARGS)
 
-# Hosts are namespaces on this machine (tests/support/cluster). `make test` runs all but the slow ones.
+# Hosts are namespaces on this machine (tests/support/cluster). `make test` runs those without the marker `cluster`.
 cluster-test: $(STAMP)
-	$(BIN)/python -m pytest -m cluster -rs tests $(ARGS)
+	$(BIN)/python -m pytest -rs tests/cluster $(ARGS)
 
 CPP  := $(shell find cpp -name '*.cc' -o -name '*.h')
 # What the core is compiled with, for clang-tidy; the bindings need nanobind's headers and are left out.

@@ -20,7 +20,15 @@ import pytest
 
 MOST = 3  # that get a second look
 UNSTABLE_LOG = Path(".pytest_cache", "unstable.txt")  # where the tests are started
-SIDE_BY_SIDE = ("-m", "not slow", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+SIDE_BY_SIDE = (
+    "-m",
+    "not slow and not cluster",
+    "-n",
+    "3",
+    "--dist",
+    "loadfile",
+    "--no-loadscope-reorder",
+)
 
 
 class Failures:

@@ -62,7 +62,17 @@ RUNS = [
     for number, setup in enumerate(SETUPS.get((page, title), [Setup()]))
 ]
 OPTIONS_OF_OTHERS = {"--nproc-per-node", "--standalone", "--quick", "--min-np", "--max-np"}
-KNOWN_PROGRAMS = {"python", "torchrun", "mpirun", "srun", "pip", "export", "curl", "tensorboard"}
+KNOWN_PROGRAMS = {
+    "python",
+    "torchrun",
+    "mpirun",
+    "salloc",
+    "srun",
+    "pip",
+    "export",
+    "curl",
+    "tensorboard",
+}
 
 
 @pytest.mark.parametrize(("page", "title", "setup"), RUNS)

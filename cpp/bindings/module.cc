@@ -15,6 +15,7 @@
 #include "codecs.h"
 #include "errors.h"
 #include "kernels.h"
+#include "private_view.h"
 #include "paceline/base/clock.h"
 #include "paceline/collectives/group.h"
 #include "paceline/reduce/kernels.h"
@@ -273,10 +274,9 @@ class PyGroup {
     get().add_channel(member, Lane(lane), std::move(socket), &link_keys);
     explicit_bzero(&link_keys, sizeof link_keys);
   }
-  // Any thread. If the group has just been closed, there is nothing to end.
   void fail(const std::string& text) {
     auto group = group_;
-    if (!group) return;
+    if (!group) return;  // any thread may call this; if the group has just been closed, there is nothing to end
     nb::gil_scoped_release release;
     group->fail(ErrorKind::generation_changed, text, -1);
     group.reset();
@@ -310,6 +310,7 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   register_errors();
   register_kernels(m);
+  register_private_view(m);
   m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
   register_codecs(m);
   m.attr("DTYPES") = [] {
@@ -379,16 +380,6 @@ NB_MODULE(_core, m) {
       .def(
           "say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
-
-  nb::class_<PrivateView>(m, "PrivateView")
-      .def("memory",
-           [](std::shared_ptr<PrivateView> view) {
-             auto held = new std::shared_ptr<PrivateView>(view);
-             nb::capsule owner(held, [](void* o) noexcept { delete static_cast<std::shared_ptr<PrivateView>*>(o); });
-             return PyEngine::Bytes(view->data(), {view->bytes()}, owner);
-           })
-      .def("changed", &PrivateView::changed, nb::call_guard<nb::gil_scoped_release>())
-      .def("discard", &PrivateView::discard);
 
   nb::class_<PyGroup>(m, "Group")
       .def(nb::init<PyEngine&, uint64_t, uint32_t, std::vector<int>, std::vector<int>, double, double>(), "engine"_a,

@@ -50,6 +50,7 @@ class Bench:
         self.cluster, self.directory = cluster, directory
         (directory / "train.py").write_text(SCRIPT)
         self.lines: list[str] = []
+        self.reader = threading.Thread()  # of the last job's output
 
     def start(self, *arguments: str, on: str = "a", steps: int = 25) -> subprocess.Popen[str]:
         verb, *rest = arguments
@@ -96,7 +97,8 @@ class Bench:
 def bench(cluster: SshCluster, tmp_path: Path) -> Iterator[Bench]:
     made = Bench(cluster, tmp_path)
     yield made
-    made.reader.join(timeout=30)
+    if made.reader.is_alive():
+        made.reader.join(timeout=30)
 
 
 def test_one_command_trains_on_three_hosts(bench: Bench) -> None:
@@ -115,6 +117,27 @@ def test_one_command_trains_on_three_hosts(bench: Bench) -> None:
     assert len(sums) == 1, text  # all-reduce: every worker has the same parameters
     assert "a (2 slots): ranks 0-1" in text and "c (1 slot): rank 3" in text
     assert not (bench.directory / "x").exists()
+
+
+@pytest.mark.cluster
+def test_a_new_engine_is_one_file(bench: Bench, tmp_path: Path) -> None:
+    """Agents get onto the hosts without ssh; everything else is the same."""
+    engine = str(Path(__file__).with_name("spool_engine.py"))
+    serving = [
+        bench.cluster[name].popen([sys.executable, engine, "serve", str(tmp_path / name)])
+        for name in "bc"
+    ]
+    try:
+        bench.wait_for(lambda: all((tmp_path / name).exists() for name in "bc"))
+        words = [sys.executable, engine, "run", str(tmp_path), "--hosts", "a:1,b:1,c:1"]
+        command = ["env", "-C", str(bench.directory), *words, "--env", "STEPS=25", "train.py"]
+        done = bench.cluster["a"].run(command, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("weights") == 3
+    finally:
+        for one in serving:
+            os.kill(bench.cluster["b"].pid_of(one), signal.SIGKILL)
+            one.wait()
 
 
 def test_every_problem_of_every_host_is_in_one_report(bench: Bench) -> None:

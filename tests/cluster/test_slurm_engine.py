@@ -51,7 +51,6 @@ def test_no_hosts_where_the_job_needs_none(environ):
         ({"SLURM_HET_SIZE": "2"}, r"heterogeneous \(2 components\), .* as one component"),
         ({"SLURM_JOB_CPUS_PER_NODE": "8"}, "does not fit the 2 nodes"),
         ({"SLURM_JOB_CPUS_PER_NODE": "8x"}, r"expected a form like '4\(x2\),1'"),
-        ({"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not; unset both"),
     ],
 )
 def test_allocations_that_are_refused(more, words):

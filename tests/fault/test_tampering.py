@@ -18,7 +18,7 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
 from paceline.runtime.job import current
-from support import outcomes_of, tell
+from support import outcomes_of, report
 from support.elastic import elastic_job, pause_if_held
 
 ENCRYPTED = {"PACELINE_ENCRYPT": "always"}
@@ -66,7 +66,7 @@ def train(_: Group, until: int) -> int:
         model(torch.randn(8, 20)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tell(job.steps_done)
+        report(job.steps_done)
         if job.steps_done == 10 and pl.rank() == 1 and not has_attacked.exists():
             has_attacked.touch()
             inject(b"x" * 60)

@@ -21,7 +21,7 @@ from paceline.control.transport.auth import create_secret_file, load_secret
 from paceline.errors import RendezvousError
 from paceline.observe.telemetry.events import Event
 from support.body import pack
-from support.environs import base_environ
+from support.environs import base_environ, encrypting_as
 from support.ranks import ForkServer, Rank, Ranks, _serve, _unpack_and_join
 
 # No launcher is there to say that a silent process runs: a machine that starves it for some seconds
@@ -61,18 +61,19 @@ class ElasticJob:
             if on_event is not None:
                 on_event(event)
 
-        self.coordinator = CoordinatorThread(
-            Coordinator(
-                self._job_id,
-                secret,
-                policy.num_workers + policy.num_servers,
-                30.0,
-                note,
-                policy=policy,
+        with encrypting_as(env):
+            self.coordinator = CoordinatorThread(
+                Coordinator(
+                    self._job_id,
+                    secret,
+                    policy.num_workers + policy.num_servers,
+                    30.0,
+                    note,
+                    policy=policy,
+                )
             )
-        )
-        self._address = self.coordinator.start(bind)
-        self.operator = Operator.connect(self._address, secret, self._job_id)
+            self._address = self.coordinator.start(bind)
+            self.operator = Operator.connect(self._address, secret, self._job_id)
         self.processes: list[Rank] = []
         self.ranks = Ranks([])
 

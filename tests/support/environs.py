@@ -17,6 +17,21 @@ Hosts = int | Sequence[int]
 
 
 @contextlib.contextmanager
+def encrypting_as(env: Mapping[str, str]) -> Iterator[None]:
+    """Let this process encrypt as the ranks do: its coordinator has to agree with them."""
+    before = os.environ.get("PACELINE_ENCRYPT")
+    if "PACELINE_ENCRYPT" in env:
+        os.environ["PACELINE_ENCRYPT"] = env["PACELINE_ENCRYPT"]
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("PACELINE_ENCRYPT", None)
+        else:
+            os.environ["PACELINE_ENCRYPT"] = before
+
+
+@contextlib.contextmanager
 def job_environs(
     world_size: int,
     hosts: Hosts = 1,
@@ -39,16 +54,17 @@ def job_environs(
         secret_file = create_secret_file(Path(directory))
         secret = load_secret(secret_file)
         limits = env or {}
-        coordinator = CoordinatorThread(
-            Coordinator(
-                f"test-{os.path.basename(directory)}",
-                secret,
-                num_processes,
-                float(limits.get("PACELINE_JOIN_TIMEOUT_S", 30)),
-                on_event,
-                liveness_s=float(limits.get("PACELINE_LIVENESS_S", 5)),
+        with encrypting_as(limits):
+            coordinator = CoordinatorThread(
+                Coordinator(
+                    f"test-{os.path.basename(directory)}",
+                    secret,
+                    num_processes,
+                    float(limits.get("PACELINE_JOIN_TIMEOUT_S", 30)),
+                    on_event,
+                    liveness_s=float(limits.get("PACELINE_LIVENESS_S", 5)),
+                )
             )
-        )
         address = coordinator.start()
         try:
             yield [

@@ -12,11 +12,11 @@ from paceline import _core
 from paceline.control.transport.link_encryption import (
     CIPHERS,
     Link,
-    is_link_encrypted,
     split_cipher,
     with_cipher,
 )
 from paceline.control.transport.peer_connections import LinkListener
+from paceline.control.transport.sockets import is_encrypted
 from paceline.errors import ConfigError
 
 
@@ -36,14 +36,14 @@ from paceline.errors import ConfigError
 def test_links_that_leave_the_machine_are_encrypted(address, leaves):
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     where = (address, 4711)
-    assert is_link_encrypted(family, where, "on") == leaves
-    assert is_link_encrypted(family, where, "always")
-    assert not is_link_encrypted(family, where, "off")
+    assert is_encrypted(family, where, "on") == leaves
+    assert is_encrypted(family, where, "always")
+    assert not is_encrypted(family, where, "off")
 
 
 def test_unix_sockets_are_never_encrypted():
     for setting in ("on", "always", "off"):
-        assert not is_link_encrypted(socket.AF_UNIX, "\0name", setting)
+        assert not is_encrypted(socket.AF_UNIX, "\0name", setting)
 
 
 def test_the_ciphers_are_those_of_the_core():

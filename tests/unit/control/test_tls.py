@@ -15,12 +15,17 @@ import sys
 import msgspec
 import pytest
 
-from paceline.control.transport import tls
 from paceline.control.transport.acceptor import MAX_STRANGERS, Acceptor, introduce_control
 from paceline.control.transport.auth import CallerHandshake
 from paceline.control.transport.certificate import tls_contexts
 from paceline.control.transport.channel import Channel
-from paceline.control.transport.sockets import connect_tcp, frame, join_address, listen_tcp
+from paceline.control.transport.sockets import (
+    connect_tcp,
+    frame,
+    is_encrypted,
+    join_address,
+    listen_tcp,
+)
 from paceline.errors import AuthError, ConnectError
 
 SECRET, OTHER, JOB = b"s" * 32, b"t" * 32, "j"
@@ -157,8 +162,8 @@ def test_a_missing_package_is_named_with_what_to_do():
     ],
 )
 def test_what_leaves_the_machine_is_encrypted(address, setting, expected):
-    assert tls.is_encrypted(socket.AF_INET, (address, 80), setting) is expected
-    assert not tls.is_encrypted(socket.AF_UNIX, "\0name", setting)
+    assert is_encrypted(socket.AF_INET, (address, 80), setting) is expected
+    assert not is_encrypted(socket.AF_UNIX, "\0name", setting)
 
 
 # -- messages --------------------------------------------------------------------------------

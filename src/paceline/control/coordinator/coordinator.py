@@ -47,8 +47,7 @@ from paceline.control.membership.state import Decision
 from paceline.control.transport.acceptor import Acceptor, Wire
 from paceline.control.transport.auth import Hello, Session
 from paceline.control.transport.channel import Channel
-from paceline.control.transport.sockets import join_address, listen_tcp
-from paceline.control.transport.tls import leaves_machine
+from paceline.control.transport.sockets import join_address, leaves_machine, listen_tcp
 from paceline.errors import PacelineError, RendezvousError
 from paceline.observe.telemetry.events import Event
 from paceline.runtime.config import clock_id, encryption

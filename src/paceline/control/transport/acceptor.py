@@ -25,10 +25,11 @@ from paceline.control.transport.certificate import tls_contexts
 from paceline.control.transport.sockets import (
     MAX_HELLO_BYTES,
     close_in_children,
+    is_encrypted,
     receive_frame,
     send_frame,
 )
-from paceline.control.transport.tls import ALERT, TlsStream, is_encrypted
+from paceline.control.transport.tls import ALERT, TlsStream
 from paceline.errors import AuthError, ConnectError, PacelineError
 from paceline.runtime.config import encryption
 

@@ -11,10 +11,7 @@ encrypts (wire/record.h).
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.control.transport.auth import Session
 
@@ -43,18 +40,6 @@ class Link:
 
     fd: int
     keys: LinkKeys | None
-
-
-def is_link_encrypted(family: int, listener: Any, setting: str) -> bool:
-    """Return whether links to a listener at this socket address are encrypted.
-
-    `setting`: a value of PACELINE_ENCRYPT.
-    """
-    if family == socket.AF_UNIX or setting == "off":
-        return False
-    ip = ipaddress.ip_address(listener[0].partition("%")[0])  # fe80::1%eth0
-    leaves_machine = not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
-    return setting == "always" or leaves_machine
 
 
 def with_cipher(purpose: str, cipher: str) -> str:

@@ -25,7 +25,6 @@ from paceline.control.transport.link_encryption import (
     CIPHERS,
     Link,
     LinkKeys,
-    is_link_encrypted,
     refusal,
     split_cipher,
     with_cipher,
@@ -34,6 +33,7 @@ from paceline.control.transport.loop_thread import LoopThread
 from paceline.control.transport.sockets import (
     connect_tcp,
     connect_unix,
+    is_encrypted,
     join_address,
     keep_trying,
     listen_tcp,
@@ -147,13 +147,13 @@ class LinkListener:
         return LinkKeys.of(session, cipher)
 
     def _encrypts(self, sock: socket.socket, listener: Any) -> bool:
-        return is_link_encrypted(sock.family, listener, self._encryption)
+        return is_encrypted(sock.family, listener, self._encryption)
 
     async def _admit(self, sock: Wire, session: Session, caller: Hello) -> None:
         assert isinstance(sock, socket.socket)
         purpose, cipher = split_cipher(caller.purpose)
-        is_encrypted = self._encrypts(sock, sock.getsockname())
-        reason = refusal(caller.rank, cipher, self._rank, is_encrypted, self._encryption)
+        encrypts = self._encrypts(sock, sock.getsockname())
+        reason = refusal(caller.rank, cipher, self._rank, encrypts, self._encryption)
         if sock.family != socket.AF_UNIX:
             try:
                 await send_frame(sock, session.seal(reason.encode()))

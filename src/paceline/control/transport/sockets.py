@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import time
@@ -100,6 +101,22 @@ def split_address(address: str) -> tuple[str, int]:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_encrypted(family: int, listener: Any, setting: str) -> bool:
+    """Return whether connections to a listener at this socket address are encrypted.
+
+    `setting`: a value of PACELINE_ENCRYPT.
+    """
+    if family == socket.AF_UNIX or setting == "off":
+        return False
+    return setting == "always" or leaves_machine(listener[0])
+
+
+def leaves_machine(host: str) -> bool:
+    """Return whether connections to this IP address can leave the machine."""
+    ip = ipaddress.ip_address(host.partition("%")[0])  # fe80::1%eth0
+    return not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:

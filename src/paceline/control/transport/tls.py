@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import ssl
-from typing import Any
 
 from paceline.control.transport.certificate import TlsContexts, tls_contexts
 from paceline.errors import AuthError, BadFrame, ConnectError, PacelineError
@@ -189,19 +187,3 @@ class TlsStream(asyncio.Protocol):
         if isinstance(error, ssl.SSLCertVerificationError) or "CA" in reason.split("_"):
             return AuthError(f"the peer has another secret ({reason})")
         return AuthError(f"the TLS handshake failed ({reason}); has the peer our secret?")
-
-
-def is_encrypted(family: int, listener: Any, setting: str) -> bool:
-    """Return whether connections to a listener at this socket address are encrypted.
-
-    `setting`: a value of PACELINE_ENCRYPT.
-    """
-    if family == socket.AF_UNIX or setting == "off":
-        return False
-    return setting == "always" or leaves_machine(listener[0])
-
-
-def leaves_machine(host: str) -> bool:
-    """Return whether connections to this IP address can leave the machine."""
-    ip = ipaddress.ip_address(host.partition("%")[0])  # fe80::1%eth0
-    return not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback

@@ -33,6 +33,7 @@ from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
 from paceline.launcher.elastic.host_requests import answer
 from paceline.launcher.elastic.loss_policy import LEAVE_S, LossPolicy
 from paceline.launcher.elastic.replacements import Newcomers, Slot
+from paceline.launcher.elastic.task_set import TaskSet
 from paceline.launcher.environment import SERVER_PATIENCE_S
 from paceline.launcher.job import LocalJob
 from paceline.launcher.job_registry import FoundJob, ProcessRecord, record_process
@@ -80,7 +81,7 @@ class ElasticJob(LocalJob):
         self._started: set[int] = set()  # ranks of all processes of this launcher
         self._ended_unwatched: list[int] = []  # ranks that ended while there was no supervisor
         self._is_adopted = adopted is not None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet(self._on_task_done)
         self._polling: asyncio.Task[None] | None = None
         self.is_ending = False
         self._over = ""
@@ -226,7 +227,7 @@ class ElasticJob(LocalJob):
                 await self._policy.await_lost()
         finally:
             self.is_ending = self.newcomers.is_closed = True
-            await self._finish_tasks()
+            await self._tasks.finish(_SETTLE_S)
         if not self._over and not self.processes.failures() and not self._interrupts:
             await self._await_guests()
             await self._await_servers()
@@ -235,7 +236,7 @@ class ElasticJob(LocalJob):
         """Return whether the job failed, was interrupted, or all workers have finished."""
         if self._interrupts or self._over or self.processes.failures():
             return True
-        return not self.processes.workers and not self._tasks and not self._guests()
+        return not self.processes.workers and not self._tasks.is_busy and not self._guests()
 
     def _guests(self) -> set[int]:
         """Return the workers in the job that `paceline join` started."""
@@ -298,22 +299,12 @@ class ElasticJob(LocalJob):
     # -- tasks and lines ---------------------------------------------------------------------
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
+        self._tasks.start(work)
 
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _on_task_done(self, error: BaseException | None) -> None:
         self._changed.set()
-        if not task.cancelled() and isinstance(task.exception(), PacelineError):
-            self.log(str(task.exception()))
-
-    async def _finish_tasks(self) -> None:
-        """Wait for the last loss to be handled, for the report; cancel newcomers."""
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_SETTLE_S)
-            for task in late:
-                task.cancel()
+        if isinstance(error, PacelineError):
+            self.log(str(error))
 
     def log(self, text: str) -> None:
         """Print a line with the time of day."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -18,19 +19,31 @@ from paceline.launcher.spec import RunSpec
 from paceline.runtime.formatting import data_size
 
 
-def engine_for(spec: RunSpec, environ: Mapping[str, str], directory: Path) -> Engine:
-    """Return the engine that starts agents on the hosts of a job.
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine may need. `directory` is private to the job and exists while it runs."""
 
-    `directory` is private to the job and exists while the job runs.
-    """
+    spec: RunSpec
+    environ: Mapping[str, str]
+    directory: Path
+    place: AgentPlace
+
+
+# By RunSpec.engine. A new engine is one file beside ssh.py, and one line here.
+ENGINES: dict[str, Callable[[EngineSettings], Engine]] = {
+    "ssh": lambda given: SshEngine(given.spec.hosts, given.place, given.directory),
+    "slurm": lambda given: SlurmEngine(given.spec.hosts, given.place, given.environ),
+}
+
+
+def engine_for(spec: RunSpec, environ: Mapping[str, str], directory: Path) -> Engine:
+    """Return the engine that starts agents on the hosts of a job."""
     place = AgentPlace(
         directory=os.getcwd(),
         python=spec.remote_python_in(environ),
         activation=spec.activate or "",
     )
-    if spec.engine == "slurm":
-        return SlurmEngine(spec.hosts, place, environ)
-    return SshEngine(spec.hosts, place, directory)
+    return ENGINES[spec.engine](EngineSettings(spec, environ, directory, place))
 
 
 async def prepare_hosts(

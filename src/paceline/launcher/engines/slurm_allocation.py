@@ -27,6 +27,8 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[HostSlots, ...]:
     ConfigError for job arrays and heterogeneous jobs, LaunchError if Slurm does not answer.
     """
     job = environ.get("SLURM_JOB_ID", "")
+    if not (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")):
+        return ()  # a number that some script has kept is no allocation
     if not job or environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP) != _INTERACTIVE_STEP:
         return ()
     names = _node_names(environ)
@@ -63,11 +65,7 @@ def _refuse_unsupported(environ: Mapping[str, str], job: str) -> None:
 
 
 def _node_names(environ: Mapping[str, str]) -> list[str]:
-    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    if not nodes:
-        raise ConfigError(
-            "SLURM_JOB_ID is set but SLURM_JOB_NODELIST is not; unset both, or use sbatch or salloc"
-        )
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ["SLURM_NODELIST"]
     if re.fullmatch(r"[A-Za-z0-9_.,-]+", nodes):  # nothing to expand
         return nodes.split(",")
     command = ["scontrol", "show", "hostnames", nodes]
