@@ -214,11 +214,13 @@ def test_a_coordinator_without_a_secret_file_is_a_config_error():
 
 
 def test_rank_0_reports_a_port_in_use(tmp_path):
+    before = set(threading.enumerate())  # a test before this one may have left some
     with socket.create_server(("127.0.0.1", 0)) as taken:
         env = job_env(several_hosts(0, tmp_path, str(taken.getsockname()[1])))
         with pytest.raises(PortInUse, match=rf"pid {os.getpid()}"):
             establish(env, EngineConfig())
-    assert not any(thread.name.startswith("paceline") for thread in threading.enumerate())
+    new = set(threading.enumerate()) - before
+    assert not any(thread.name.startswith("paceline") for thread in new)
 
 
 def test_our_launchers_coordinator_is_used_as_it_is(tmp_path):
