@@ -49,6 +49,7 @@ class Bench:
     def __init__(self, cluster: SshCluster, directory: Path) -> None:
         self.cluster, self.directory = cluster, directory
         (directory / "train.py").write_text(SCRIPT)
+        self.own = {"XDG_RUNTIME_DIR": str(directory)}  # commands see no job of another test
         self.lines: list[str] = []
         self.reader = threading.Thread()  # of the last job's output
 
@@ -58,7 +59,7 @@ class Bench:
         # `cd` on the host: entering its namespaces changes the working directory.
         shell = ["env", "-C", str(self.directory), *command]
         started = self.cluster[on].popen(
-            shell, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            shell, env=self.own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self.lines = []
         self.reader = threading.Thread(target=self._read, args=(started,), daemon=True)
@@ -175,12 +176,13 @@ def test_an_elastic_job_outlives_a_host_and_takes_another(bench: Bench) -> None:
     hosts = ["--hosts", "a:1,b:1", "--on-loss", "replace"]
     job = bench.start("run", *hosts, "train.py", steps=100_000)
     bench.wait_for(lambda: len(bench.where) == 2)
-    added = bench.cluster["b"].run([sys.executable, "-m", "paceline", "hosts", "add", "c:1"])
+    hosts = [sys.executable, "-m", "paceline", "hosts"]
+    added = bench.cluster["a"].run([*hosts, "add", "c:1"], env=bench.own)
     assert added.returncode == 0 and "host c is in the job" in added.stdout, added
     bench.cluster["b"].power_off()
     bench.wait_for_line("lost with host b")
     bench.wait_for_line("worker 1 (host c")
-    listed = bench.cluster["a"].run([sys.executable, "-m", "paceline", "hosts"]).stdout
+    listed = bench.cluster["a"].run(hosts, env=bench.own).stdout
     assert "b (1 slot): no process; lost" in listed and "c (1 slot): rank 1" in listed
     (bench.directory / "stop").touch()
     assert job.wait(timeout=60) == 0, "\n".join(bench.lines)
