@@ -22,7 +22,7 @@ class Input {
     at_ += n, left_ -= n;
     return value;
   }
-  // Exactly this many bytes, in memory of exactly this size: a read behind its end is seen by ASan.
+  // Exactly this many bytes, in memory of exactly this size: ASan detects a read past its end.
   std::vector<uint8_t> bytes(size_t size) {
     std::vector<uint8_t> found(size);
     const size_t n = std::min(size, left_);

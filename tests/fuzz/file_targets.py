@@ -23,9 +23,18 @@ from paceline.observe.report import page, reading, trace_lanes
 from paceline.observe.telemetry import file_formats
 from paceline.state.files import layout, load, manifest, save, staging
 
-_SCRATCH = Path(
-    tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-)
+_ROOT = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+
+
+def _sweep() -> None:
+    """Remove the directories of fuzzers that have ended: they exit without handlers."""
+    for old in _ROOT.glob("fuzz-*-*"):
+        if not Path("/proc", old.name.split("-")[1]).exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+_sweep()
+_SCRATCH = Path(tempfile.mkdtemp(prefix=f"fuzz-{os.getpid()}-", dir=_ROOT))
 atexit.register(shutil.rmtree, _SCRATCH, ignore_errors=True)
 
 

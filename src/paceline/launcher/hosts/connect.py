@@ -189,9 +189,10 @@ class HostConnector:
         names = {i: remote.host.name for i, remote in living.items()}
         candidates = [found.launcher] if found.launcher else [*map(host_part, self._addresses)]
         reached = {names[i]: [*map(host_part, one.launcher)] for i, one in facts.items()}
-        found.launcher, problems = launcher_address(candidates, reached)
+        launcher, problems = launcher_address(candidates, reached)
         if problems:
             return problems
+        found.launcher = launcher
         own = {i: host_part(one.addresses[0]) if one.addresses else "?" for i, one in facts.items()}
         targets = {i: m.ProbeTarget(i, one.addresses) for i, one in facts.items()}
         waits = {

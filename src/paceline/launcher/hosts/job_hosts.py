@@ -251,13 +251,17 @@ class JobHosts:
                 " coordinator listens there only; start the job with another host in --hosts"
             )
         known = {one.name.lower(): i for i, one in enumerate(self.placement.hosts)}
-        index = known.get(host.name.lower())
+        index, before = known.get(host.name.lower()), self.placement
         if index is None or self._is_living(index):
             self.placement = self.placement.with_host(host)
             index = len(self.placement.hosts) - 1
         else:  # it was lost or removed, and comes back
             await self._connector.disconnect(index)
-        await self._connect(self._connector, {index: host})
+        try:
+            await self._connect(self._connector, {index: host})
+        except LaunchError:
+            self.placement = before
+            raise
         if self._facts is not None:
             self._remotes[index].publish(self._facts)
         return f"host {host.name} is in the job; workers that join may run there"

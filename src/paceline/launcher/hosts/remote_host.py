@@ -303,6 +303,8 @@ class RemoteHost:
                 f" for {_START_S:g} s"
             ) from None
         self.processes.add(process)
+        if process.exit is not None:  # it was reported before the table knew the process
+            asyncio.get_running_loop().call_soon(self._on_change)
         return process
 
     def publish(self, facts: JobFacts) -> None:
