@@ -24,6 +24,7 @@ TESTS = (
     "arena_test",
     "group_test",
     "peers_test",
+    "limits_test",
 )
 
 

@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstring>
+
 #include "paceline/base/error.h"
 
 namespace nb = nanobind;
@@ -30,11 +32,16 @@ bool concerns_peer(ErrorKind kind) {
 
 }  // namespace
 
+// A peer may have sent the text, or it was cut in the middle of a character: bytes that are not UTF-8 are replaced.
+nb::object text_of(const std::exception& error) {
+  return nb::steal(PyUnicode_DecodeUTF8(error.what(), Py_ssize_t(std::strlen(error.what())), "replace"));
+}
+
 nb::object to_python(const Error& error) {
   nb::object type = nb::module_::import_("paceline.errors").attr(class_name(error.kind));
-  if (!concerns_peer(error.kind)) return type(error.what());
+  if (!concerns_peer(error.kind)) return type(text_of(error));
   nb::object rank = error.rank < 0 ? nb::none() : nb::object(nb::int_(error.rank));
-  return type(error.what(), "rank"_a = rank);
+  return type(text_of(error), "rank"_a = rank);
 }
 
 void register_errors() {

@@ -5,6 +5,7 @@
 
 namespace paceline {
 
+nanobind::object text_of(const std::exception& error);
 nanobind::object to_python(const Error& error);
 void register_errors();
 

@@ -20,6 +20,18 @@ namespace {
 
 const char* dtype_name(int dtype) { return name_of(dtype < 0 ? DType::count_ : DType(dtype)); }
 
+// The mean that a server takes is the one of the collectives: in the order of the inputs.
+void reduce_mean_at(const std::vector<uintptr_t>& inputs, uintptr_t output, size_t count, int dtype) {
+  if (dtype < 0 || !is_floating(DType(dtype)))
+    throw Error(ErrorKind::usage,
+                std::string("reduce_mean: works on floating-point numbers, not on ") + dtype_name(dtype));
+  if (inputs.empty()) throw Error(ErrorKind::usage, "reduce_mean: there are no inputs");
+  nb::gil_scoped_release release;
+  std::vector<const void*> sources;
+  for (uintptr_t input : inputs) sources.push_back(reinterpret_cast<const void*>(input));
+  reduce_mean(sources.data(), sources.size(), reinterpret_cast<void*>(output), count, DType(dtype));
+}
+
 void round_stochastic_at(uintptr_t source, uintptr_t target, size_t count, int dtype, uint64_t seed, uint64_t first) {
   if (dtype != int(DType::float16) && dtype != int(DType::bfloat16))
     throw Error(ErrorKind::usage,
@@ -91,6 +103,7 @@ void unpack_signs_at(uintptr_t bits, size_t words, size_t count, int dtype, doub
 }  // namespace
 
 void register_kernels(nb::module_& m) {
+  m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
   m.def(
       "crc32c", [](nb::bytes data, uint32_t crc) { return crc32c(crc, data.data(), data.size()); }, "data"_a,
       "crc"_a = 0);

@@ -39,18 +39,6 @@ std::vector<Part> to_parts(const Parts& parts) {
   return out;
 }
 
-// The mean that a server takes is the one of the collectives: in the order of the inputs.
-void reduce_mean_at(const std::vector<uintptr_t>& inputs, uintptr_t output, size_t count, int dtype) {
-  if (dtype < 0 || !is_floating(DType(dtype)))
-    throw Error(ErrorKind::usage, std::string("reduce_mean: works on floating-point numbers, not on ") +
-                                      name_of(dtype < 0 ? DType::count_ : DType(dtype)));
-  if (inputs.empty()) throw Error(ErrorKind::usage, "reduce_mean: there are no inputs");
-  nb::gil_scoped_release release;
-  std::vector<const void*> sources;
-  for (uintptr_t input : inputs) sources.push_back(reinterpret_cast<const void*>(input));
-  reduce_mean(sources.data(), sources.size(), reinterpret_cast<void*>(output), count, DType(dtype));
-}
-
 // Waits in slices, so that signals are handled. An interrupted operation fails its group, because its memory may be
 // freed while peers still use it.
 void wait_for(Group& group, Operation& operation, double timeout_s) {
@@ -94,7 +82,7 @@ struct PyWork {
     } catch (const Error& e) {
       return to_python(e);
     } catch (const std::exception& e) {
-      return nb::module_::import_("paceline.errors").attr("PacelineError")(e.what());
+      return nb::module_::import_("paceline.errors").attr("PacelineError")(text_of(e));
     }
     return nb::none();
   }
@@ -199,10 +187,10 @@ struct PyEngine {
 class PyGroup {
  public:
   PyGroup(PyEngine& engine, uint64_t id, uint32_t generation, std::vector<int> ranks, std::vector<int> hosts,
-          double timeout_s, double forming_s) {
+          double timeout_s, double forming_s, bool is_lazy) {
     nb::gil_scoped_release release;
     auto* group =
-        new Group(engine.engine, GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s, forming_s});
+        new Group(engine.engine, {id, generation, std::move(ranks), std::move(hosts), timeout_s, forming_s, is_lazy});
     // A garbage collection may drop the last reference, and a group waits for its members when it closes.
     group_ = std::shared_ptr<Group>(group, [](Group* g) {
       std::optional<nb::gil_scoped_release> release;
@@ -274,11 +262,12 @@ class PyGroup {
     get().add_channel(member, Lane(lane), std::move(socket), &link_keys);
     explicit_bzero(&link_keys, sizeof link_keys);
   }
-  void fail(const std::string& text) {
+  // With a lost rank it fails with PeerLost, else with GenerationChanged.
+  void fail(const std::string& text, std::optional<int> lost) {
     auto group = group_;
     if (!group) return;  // any thread may call this; if the group has just been closed, there is nothing to end
     nb::gil_scoped_release release;
-    group->fail(ErrorKind::generation_changed, text, -1);
+    group->fail(lost ? ErrorKind::peer_lost : ErrorKind::generation_changed, text, lost.value_or(-1));
     group.reset();
   }
 
@@ -311,7 +300,6 @@ NB_MODULE(_core, m) {
   register_errors();
   register_kernels(m);
   register_private_view(m);
-  m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
   register_codecs(m);
   m.attr("DTYPES") = [] {
     nb::list names;
@@ -368,6 +356,14 @@ NB_MODULE(_core, m) {
              Traffic& traffic = e.engine->traffic();
              return std::pair(traffic.on_host.load(), traffic.over_network.load());
            })
+      .def("channel_requests_fd", [](PyEngine& e) { return e.engine->channel_requests_fd(); })
+      .def("take_channel_requests",
+           [](PyEngine& e) {
+             nb::list requests;
+             for (auto& one : e.engine->take_channel_requests())
+               requests.append(nb::make_tuple(one.group, one.generation, one.rank, one.lane));
+             return requests;
+           })
       .def("long_waits",
            [](PyEngine& e) {
              nb::list waits;
@@ -381,11 +377,12 @@ NB_MODULE(_core, m) {
           "say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
 
-  nb::class_<PyGroup>(m, "Group")
-      .def(nb::init<PyEngine&, uint64_t, uint32_t, std::vector<int>, std::vector<int>, double, double>(), "engine"_a,
-           "id"_a, "generation"_a, "ranks"_a, "hosts"_a, "timeout_s"_a, "forming_s"_a = 0)
+  nb::class_<PyGroup>(m, "Group", nb::is_weak_referenceable())
+      .def(nb::init<PyEngine&, uint64_t, uint32_t, std::vector<int>, std::vector<int>, double, double, bool>(),
+           "engine"_a, "id"_a, "generation"_a, "ranks"_a, "hosts"_a, "timeout_s"_a, "forming_s"_a = 0,
+           "is_lazy"_a = false)
       .def("close", &PyGroup::close)
-      .def("fail", &PyGroup::fail, "text"_a)
+      .def("fail", &PyGroup::fail, "text"_a, "lost"_a = nb::none())
       .def("failed", [](PyGroup& g) { return g.get().failed(); })
       .def("add_channel", &PyGroup::add_channel, "member"_a, "lane"_a, "fd"_a, "keys"_a = nb::none())
       .def("all_reduce", &PyGroup::all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)

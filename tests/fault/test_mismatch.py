@@ -152,3 +152,21 @@ def test_a_transfer_of_another_size_or_dtype(hosts: int) -> None:
             dtype = str(expected.dtype).removeprefix("torch.")
             assert "rank 0 sends 10 float32 with tag 5" in outcome.value
             assert f"rank 1 receives {len(expected)} {dtype}" in outcome.value
+
+
+def _fails_with_a_long_text(group: Group) -> str:
+    try:
+        group.barrier()  # the hosts are connected
+        # Between hosts a text is cut after 4000 bytes: here in the middle of a character.
+        if group.rank == 0:
+            group._core.fail("x" * 2 + "\u20ac" * 5000)
+        group.all_reduce(torch.ones(1))
+    except pl.errors.GenerationChanged as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_text_that_is_not_utf8_reaches_all_ranks() -> None:
+    for outcome in outcomes_of(4, _fails_with_a_long_text, hosts=2):
+        text = outcome.value
+        assert text.startswith("xx" + "\u20ac" * 100)

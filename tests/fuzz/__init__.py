@@ -2,6 +2,7 @@
 
     target.py            what a target is, and where its corpus is kept
     control_targets.py   handshake, control frames, messages of the coordinator, its journal
+    tls_targets.py       the first bytes of TLS on control connections, and changed ones
     server_targets.py    frames, requests and replies of parameter servers, packets, replication
     data_targets.py      batches of data workers, state for a joining worker, returned values
     file_targets.py      checkpoints, records of runs, traces, facts about jobs

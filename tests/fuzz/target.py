@@ -53,9 +53,9 @@ def target(
 
 def load_all() -> dict[str, Target]:
     """Return all Python targets by name."""
-    from fuzz import control_targets, data_targets, file_targets, server_targets
+    from fuzz import control_targets, data_targets, file_targets, server_targets, tls_targets
 
-    assert all((control_targets, data_targets, file_targets, server_targets))
+    assert all((control_targets, data_targets, file_targets, server_targets, tls_targets))
     return TARGETS
 
 

@@ -15,12 +15,13 @@ from support.passages import Passages, documented
 from support.ranks import _unpack_and_join, started_processes
 from support.walks import ROOT, cpp_problems
 
-LIMIT = 20
+LIMIT = 21  # the bindings are two files since they have more than 400 lines together
 PAGE = ROOT / "docs" / "gradient-journey.md"
 # On both sides: a frame is sent, awaited and received; in between the average is computed.
 # support/walks.py has the rule of what counts.
 CPP = {
-    "bindings/module.cc": ["start_send", "void wait(", "reduce_mean_at"],
+    "bindings/module.cc": ["start_send", "void wait("],
+    "bindings/kernels.cc": ["reduce_mean_at"],
     "paceline/collectives/group.cc": ["Group::enqueue", "Group::run"],
     "paceline/collectives/point_to_point.cc": ["Group::submit_send", "Group::try_match"],
     "paceline/engine/engine.cc": ["Engine::announce_work", "Engine::wait_any", "Engine::poll_all"],

@@ -11,7 +11,7 @@ namespace paceline {
 namespace {
 constexpr double kGoodbye_s = 1.0;  // how long a closing group waits for the other members to close theirs
 constexpr double kWatched_s = 0.5;  // a group that read its channels less recently cannot call a member silent
-constexpr double kSilent_s = 2.5;   // without a heartbeat, which is sent every second
+constexpr double kSilent_s = 1.5;   // without a heartbeat, which is sent every second
 
 std::exception_ptr make_error(ErrorKind kind, const std::string& text, int rank) {
   return std::make_exception_ptr(Error(kind, text, rank));
@@ -47,6 +47,7 @@ Group::Group(std::shared_ptr<Engine> engine, GroupConfig config)
   }
   for (size_t h = 0; h < leaders_.size(); ++h)
     if (is_local(leaders_[h])) my_host_ = int(h);
+  while (ring(num_rings_).size() == leaders_.size()) ++num_rings_;
   if (local_.size() > 1)
     team_ = std::make_unique<Team>(*engine_, config_.id, config_.generation, local_ranks,
                                    config_.forming_s > 0 ? config_.forming_s : config_.timeout_s);
@@ -58,6 +59,8 @@ Group::~Group() {
   if (engine_->in_forked_child()) return;
   close();
   engine_->detach(this);
+  // Channels that neighbours have opened and that this rank never used.
+  engine_->drop_descriptors_before(config_.id, config_.generation + 1);
   // Do not wait for the members of a failed group, nor for a silent member: they may never answer.
   bool was_watched = now_s() - watched_s_ < kWatched_s;
   std::vector<std::unique_ptr<Port>> ports;
@@ -91,6 +94,17 @@ int Group::member_of(int global) const {
 
 int Group::team_index(int member) const {
   return int(std::find(local_.begin(), local_.end(), member) - local_.begin());
+}
+
+// The members that are number `index` on their host, in the order of the hosts; fewer, if a host has no such member.
+std::vector<int> Group::ring(size_t index) const {
+  std::vector<int> found;
+  for (int leader : leaders_) {
+    size_t number = 0;
+    for (int m = leader; m < size(); ++m)
+      if (config_.hosts[size_t(m)] == config_.hosts[size_t(leader)] && number++ == index) found.push_back(m);
+  }
+  return found;
 }
 
 // ---- submission ------------------------------------------------------------------------------------
@@ -161,12 +175,7 @@ void Group::take_inbox() {
     else transfers_.push_back(operation);
   }
   inbox_.clear();
-  for (auto& [member, lane, channel] : new_channels_) {
-    ports_[{member, lane}] = std::make_unique<Port>(
-        global_rank(member), std::move(channel), config_.generation,
-        [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort,
-        &engine_->traffic().over_network);
-  }
+  for (auto& [member, lane, channel] : new_channels_) open_port(member, lane, std::move(channel));
   new_channels_.clear();
 }
 
@@ -307,9 +316,29 @@ void Group::add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys) 
   has_inbox_.store(true, std::memory_order_release);
 }
 
+std::unique_ptr<Port> Group::make_port(int member, std::unique_ptr<Channel> channel) {
+  return std::make_unique<Port>(
+      global_rank(member), std::move(channel), config_.generation,
+      [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort,
+      &engine_->traffic().over_network);
+}
+
+void Group::open_port(int member, Lane lane, std::unique_ptr<Channel> channel) {
+  auto& known = ports_[{member, lane}];
+  if (known && !known->is_open()) known->open(std::move(channel));
+  else known = make_port(member, std::move(channel));
+  if (!failure_ || !is_broken_) return;
+  // The member has not heard of the failure: it was not connected then.
+  Error e = as_error(failure_);
+  known->abort(uint64_t(e.kind), e.rank, e.what());
+}
+
 Port* Group::port(int member, Lane lane) {
   auto it = ports_.find({member, lane});
-  return it == ports_.end() ? nullptr : it->second.get();
+  if (it != ports_.end()) return it->second.get();
+  if (!config_.is_lazy || is_local(member)) return nullptr;
+  engine_->request_channel({config_.id, config_.generation, global_rank(member), int(lane)});
+  return (ports_[{member, lane}] = make_port(member, nullptr)).get();
 }
 
 // The channel to a neighbour for point-to-point traffic. The lower rank creates its segment when either side first needs

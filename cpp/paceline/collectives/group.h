@@ -21,6 +21,8 @@
 
 namespace paceline {
 
+struct RingPart;
+
 // Collectives and point-to-point traffic have separate channels: neither can block the other.
 enum class Lane : uint8_t { collective, point_to_point };
 
@@ -32,6 +34,7 @@ struct GroupConfig {
   double timeout_s = 600;  // of one operation; infinite: long waits are normal in this group, without a warning.
                            // A peer that is silent for EngineConfig.liveness_s fails the group in any case.
   double forming_s = 0;    // how long to wait for the first neighbour of the group; 0: timeout_s
+  bool is_lazy = false;    // a channel to another host is requested from the engine when it is first needed
 };
 
 constexpr int kAnySource = -1;
@@ -117,21 +120,23 @@ class Group final : public Pollable {
   Task reduce_spanning(const Request& request, const Descriptor& shown);
   Task broadcast_spanning(const Request& request, const Descriptor& shown);
   Task exchange_pieces(const Request& request, const Descriptor& shown);
-  Task ring_all_reduce(const Request& request, const Descriptor& shown, const void* input, void* output,
-                       uint64_t count);
+  Task all_reduce_in_rings(const Request& request, const Descriptor& shown);
+  Task run_ring(const Request& request, const Descriptor& shown, RingPart part);
   Task doubling_all_reduce(const Request& request, const Descriptor& shown, void* data, uint64_t count);
-  Task reduce_between_hosts(const Request& request, const Descriptor& shown, const void* input, void* data,
-                            uint64_t count);
   Task send_message(int member, std::shared_ptr<Message> message, DType dtype);
   Task receive_message(Posted posted);
 
   Port* port(int member, Lane lane);
+  std::unique_ptr<Port> make_port(int member, std::unique_ptr<Channel> channel);
+  void open_port(int member, Lane lane, std::unique_ptr<Channel> channel);
   Port* open_local_port(int member);
+  bool fits(const PostedReceive& posted, const Announced& announced) const;
   bool try_match(const Posted& posted);
   void accept(const Posted& posted, const Announced& announced);
   void on_announce(Port& port, const FrameHeader& header, std::string eager_data);
   int member_of(int global_rank) const;
   int team_index(int member) const;
+  std::vector<int> ring(size_t index) const;
 
   std::shared_ptr<Engine> engine_;
   GroupConfig config_;
@@ -139,6 +144,7 @@ class Group final : public Pollable {
   std::vector<int> local_;      // group ranks on this host, in order
   std::vector<int> leaders_;    // first group rank of each host, in order of hosts' first appearance
   int my_host_ = 0;             // index into leaders_
+  size_t num_rings_ = 0;        // members on the host that has the fewest
   std::unique_ptr<Team> team_;  // null when this host has one member
 
   std::mutex mu_;

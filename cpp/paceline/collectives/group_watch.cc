@@ -57,7 +57,8 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
     if (port->peer() == rank) {
       lost |= key.second == lane && port->lost();
       // A neighbour's heartbeat is in shared memory; its ports are silent while it has nothing to send.
-      if (!is_neighbour) silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
+      if (!is_neighbour && port->is_open())
+        silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
     }
   std::string noticed = " during " + operation.describe() + " (noticed by rank " + std::to_string(limits.rank) + "). ";
   // What the rank did before its end counts: check once more.
@@ -93,7 +94,8 @@ void Group::beat(double now) {
   // Several times within the limit: one late heartbeat must not look like a stopped process.
   if (now - beat_s_ < std::min(kHeartbeat_s, engine_->config().liveness_s / 4)) return;
   beat_s_ = now;
-  if (failure_) {  // only the notice of the failure may still have to be sent
+  if (failure_) {  // only the notice of the failure may still have to be sent, also to members that connect now
+    take_inbox();
     for (auto& [key, port] : ports_) port->flush();
     return;
   }

@@ -1,26 +1,20 @@
-// Reductions and broadcasts of groups that span hosts: shared memory inside each host, the network between
-// one LEADER per host.
+// Reductions and broadcasts of groups that span hosts: shared memory inside each host, the network between hosts.
 //
-// Between the leaders, large tensors go around a ring and small ones by recursive doubling.
-//
-// Ring all-reduce of h leaders. The tensor is cut into one CHUNK per leader; a chunk into SEGMENTS, so that
-// one segment is on the wire while the previous one is being added. Round t of the first h-1 rounds sends
-// chunk (i - t) to the next leader and adds what arrives into chunk (i - t - 1): afterwards leader i owns the
-// whole sum of chunk i+1. The other h-1 rounds pass the finished chunks around. Each leader sends
-// 2(h-1)/h of the tensor, and every link is busy all the time. The order of summation depends on ranks only.
+// A large all-reduce is cut into one SLICE per local index: the members with that index on all hosts form a ring
+// (ring.h), so all members of a host share the work. Hosts with fewer members set the number of rings. Everything else
+// goes through one LEADER per host; between the leaders, small tensors go by recursive doubling.
 #include <algorithm>
 #include <cstring>
 
 #include "paceline/base/error.h"
 #include "paceline/collectives/exchange.h"
+#include "paceline/collectives/ring.h"
 #include "paceline/reduce/kernels.h"
 
 namespace paceline {
 namespace {
 constexpr uint64_t kDoublingBytes = 32 << 10;  // up to this size latency matters, not bandwidth
-constexpr uint64_t kSegmentBytes = 256 << 10;
-constexpr size_t kWindow = 8;  // segments that may be in flight to this rank
-constexpr uint64_t kLag = 8;   // segments between two rounds of a ring
+constexpr uint64_t kSegmentBytes = 256 << 10;  // of a broadcast
 }  // namespace
 
 Task Group::run_spanning(const Request& request, const Descriptor& shown) {
@@ -44,17 +38,70 @@ Task Group::run_spanning(const Request& request, const Descriptor& shown) {
   }
 }
 
-// Adds this host's `input` and those of the other hosts into `data`, which may be the same memory.
-Task Group::reduce_between_hosts(const Request& r, const Descriptor& shown, const void* input, void* data,
-                                 uint64_t count) {
-  if (count * r.element_bytes() > kDoublingBytes) co_return co_await ring_all_reduce(r, shown, input, data, count);
-  if (data != input) copy(data, input, count * r.element_bytes(), false);
-  co_await doubling_all_reduce(r, shown, data, count);
+// This member's part of an all-reduce between hosts; its sources and destinations are slices of this host's tensors.
+Task Group::run_ring(const Request& r, const Descriptor& shown, RingPart part) {
+  part.position = my_host_;
+  part.dtype = r.dtype;
+  part.op = r.op;
+  part.divisor = r.op == ReduceOp::mean ? size_t(size()) : 1;
+  part.streaming = r.inputs[0].count * r.element_bytes() >= kStreamingBytes;
+  Exchange exchange(*this, shown);
+  Ring ring(exchange, std::move(part));
+  co_await ring.run();
+}
+
+Task Group::all_reduce_in_rings(const Request& r, const Descriptor& shown) {
+  const size_t es = r.element_bytes();
+  const uint64_t count = r.inputs[0].count;
+  const int rings = int(num_rings_), index = team_ ? team_->me() : 0;
+  auto slice = [&](int i) { return i < rings ? slice_start(count, es, i, rings) : count; };
+  const uint64_t start = slice(index), size = slice(index + 1) - start;
+  auto part_of = [&](const Part& whole, int i) {
+    return Part{static_cast<std::byte*>(whole.data) + slice(i) * es, slice(i + 1) - slice(i)};
+  };
+  const Part in = part_of(r.inputs[0], index), out = part_of(r.outputs[0], index);
+  RingPart mine;
+  if (index < rings) mine.members = ring(size_t(index));
+  mine.count = size;
+  mine.destinations.push_back(static_cast<std::byte*>(out.data));
+  if (!team_) {
+    mine.sources.push_back(static_cast<const std::byte*>(in.data));
+    co_return co_await run_ring(r, shown, std::move(mine));
+  }
+
+  Team::Context c{r, shown, 1};
+  co_await team_->begin(c);
+  if (c.placement == Placement::exposed) {  // read and write the memory of all members of this host in place
+    for (int m = 0; m < team_->size(); ++m) {
+      mine.sources.push_back(team_->source(c, m, 0) + start * es);
+      if (m != index) mine.destinations.push_back(team_->output_of(c, m) + start * es);
+    }
+    if (index < rings) co_await run_ring(r, shown, std::move(mine));
+    co_return co_await team_->end(c);
+  }
+  // Ordinary memory: first this host's sums, to the members of the rings; last their results, to all members.
+  Request inside = r;
+  inside.kind = Kind::reduce_scatter;
+  inside.inputs.clear();
+  for (int m = 0; m < team_->size(); ++m) inside.inputs.push_back(part_of(r.inputs[0], m));
+  inside.outputs.assign(1, out);
+  co_await team_->run(inside, shown, 1);
+  if (index < rings) {
+    mine.sources.push_back(static_cast<const std::byte*>(out.data));
+    co_await run_ring(r, shown, std::move(mine));
+  }
+  inside.kind = Kind::all_gather;
+  inside.inputs.assign(1, out);
+  inside.outputs.clear();
+  for (int m = 0; m < team_->size(); ++m) inside.outputs.push_back(part_of(r.outputs[0], m));
+  co_await team_->run(inside, shown, 1);
 }
 
 Task Group::reduce_spanning(const Request& request, const Descriptor& shown) {
   size_t es = request.element_bytes();
   uint64_t count = request.inputs[0].count;
+  if (request.kind == Kind::all_reduce && count * es > kDoublingBytes)
+    co_return co_await all_reduce_in_rings(request, shown);
   bool leader = me_ == local_[0], wanted = request.kind == Kind::all_reduce || me_ == request.root;
   // The leader works in its output, or in separate memory if it has none.
   std::vector<std::byte> scratch;
@@ -74,8 +121,18 @@ Task Group::reduce_spanning(const Request& request, const Descriptor& shown) {
     co_await team_->run(inside, shown, 1);
   }
   // 2. Between the leaders.
-  const void* input = team_ ? result.data : request.inputs[0].data;
-  if (leader) co_await reduce_between_hosts(request, shown, input, result.data, count);
+  if (leader && !team_ && result.data != request.inputs[0].data)
+    copy(result.data, request.inputs[0].data, count * es, false);
+  if (leader && count * es <= kDoublingBytes) {
+    co_await doubling_all_reduce(request, shown, result.data, count);
+  } else if (leader) {
+    RingPart part;
+    part.members = leaders_;
+    part.count = count;
+    part.sources.push_back(static_cast<const std::byte*>(result.data));
+    part.destinations.push_back(static_cast<std::byte*>(result.data));
+    co_await run_ring(request, shown, std::move(part));
+  }
   // 3. From the leader to the members of this host that get the result.
   if (!team_) co_return;
   Request back = request;
@@ -136,87 +193,6 @@ Task Group::broadcast_spanning(const Request& request, const Descriptor& shown) 
   if (team_->me() == inside.root) inside.inputs.push_back(whole);
   else inside.outputs.push_back(whole);
   co_await team_->run(inside, shown, 1);
-}
-
-Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, const void* input, void* output,
-                            uint64_t count) {
-  size_t es = r.element_bytes();
-  auto* mine = static_cast<const std::byte*>(input);
-  auto* data = static_cast<std::byte*>(output);
-  int hosts = int(leaders_.size()), me = my_host_;
-  int next = leaders_[size_t((me + 1) % hosts)], previous = leaders_[size_t((me + hosts - 1) % hosts)];
-  size_t divisor = r.op == ReduceOp::mean ? size_t(size()) : 1;
-  Exchange exchange(*this, shown);
-  std::vector<int> to(1, next), from(1, previous);
-  co_await exchange.agree(to, from);
-
-  struct Span {
-    uint64_t start, count;
-  };
-  uint64_t longest = (count + uint64_t(hosts) - 1) / uint64_t(hosts), segment = kSegmentBytes / es;
-  uint64_t per_chunk = (longest + segment - 1) / segment;
-  int rounds = 2 * (hosts - 1);
-  // Rounds overlap: round t lags kLag segments behind round t-1, so a segment that was just added is sent on while it
-  // is in the cache. Both sides use the same list, for what they send and for what they receive.
-  struct Step {
-    int round;
-    uint64_t segment;
-  };
-  uint64_t steps = uint64_t(rounds) * per_chunk;
-  std::vector<Step> order;
-  order.reserve(steps);
-  for (uint64_t time = 0; order.size() < steps; ++time)
-    for (int round = 0; round < rounds; ++round) {
-      uint64_t behind = uint64_t(round) * kLag;
-      if (time >= behind && time - behind < per_chunk) order.push_back({round, time - behind});
-    }
-  auto span = [&](int chunk, uint64_t s) -> Span {
-    uint64_t c = uint64_t(((chunk % hosts) + hosts) % hosts);
-    uint64_t start = count * c / uint64_t(hosts) + s * segment, end = count * (c + 1) / uint64_t(hosts);
-    return {std::min(start, end), std::min(start + segment, end) - std::min(start, end)};
-  };
-  auto sent_chunk = [&](int round) { return me - round; };
-  auto received_chunk = [&](int round) { return me - round - 1; };
-  auto adds = [&](int round) { return round < hosts - 1; };
-
-  std::vector<std::byte> scratch(kWindow * kSegmentBytes);
-  std::deque<Message*> arriving;
-  uint64_t posted = 0;
-  auto post_receives = [&](uint64_t consumed) {
-    for (; posted < std::min(steps, consumed + kWindow); ++posted) {
-      auto [round, number] = order[posted];
-      Span part = span(received_chunk(round), number);
-      void* target = adds(round) ? scratch.data() + posted % kWindow * kSegmentBytes : data + part.start * es;
-      arriving.push_back(&exchange.receive(previous, target, part.count * es));
-    }
-  };
-  uint64_t sent = 0;
-  std::vector<uint64_t> taken(size_t(rounds), 0);  // segments of each round that have arrived
-  auto send_ready = [&] {
-    for (; sent < steps; ++sent) {
-      auto [round, number] = order[sent];
-      if (round > 0 && taken[size_t(round - 1)] <= number) return;  // not received yet
-      Span part = span(sent_chunk(round), number);
-      exchange.send(next, (round == 0 ? mine : data) + part.start * es, part.count * es);
-    }
-  };
-
-  send_ready();
-  for (uint64_t q = 0; q < steps; ++q) {
-    post_receives(q);
-    MessageMoved moved(*arriving[q]);
-    co_await park(moved);
-    auto [round, number] = order[q];
-    Span span_in = span(received_chunk(round), number);
-    if (adds(round)) {
-      const void* sources[2] = {scratch.data() + q % kWindow * kSegmentBytes, mine + span_in.start * es};
-      void* destination = data + span_in.start * es;
-      reduce({r.dtype, r.op, round == hosts - 2 ? divisor : 1}, sources, 2, &destination, 1, span_in.count, false);
-    }
-    ++taken[size_t(round)];
-    send_ready();
-  }
-  co_await exchange.finish();
 }
 
 Task Group::doubling_all_reduce(const Request& r, const Descriptor& shown, void* buffer, uint64_t count) {

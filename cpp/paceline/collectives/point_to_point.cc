@@ -40,6 +40,7 @@ class Group::Matched final : public Wait {
     };
     if (posted_->member == kAnySource) std::for_each(group_.local_.begin(), group_.local_.end(), open);
     else if (group_.is_local(posted_->member)) open(posted_->member);
+    else group_.port(posted_->member, Lane::point_to_point);
     return all;
   }
 
@@ -127,19 +128,24 @@ Task Group::receive_message(Posted posted) {
 }
 
 void Group::on_announce(Port& port, const FrameHeader& header, std::string eager_data) {
-  announced_.push_back({&port, header, std::move(eager_data)});
-  // Receives are served in the order in which they were posted.
-  for (auto it = posted_.begin(); it != posted_.end();) {
-    Posted posted = *it++;
-    if (try_match(posted)) break;
-  }
+  // Receives are served in the order in which they were posted. None of them matches an earlier announcement: each was
+  // compared with all of those when it was posted.
+  Announced announced{&port, header, std::move(eager_data)};
+  auto it =
+      std::find_if(posted_.begin(), posted_.end(), [&](auto& one) { return !one->port && fits(*one, announced); });
+  if (it == posted_.end()) announced_.push_back(std::move(announced));
+  else accept(Posted(*it), announced);
+}
+
+bool Group::fits(const PostedReceive& posted, const Announced& announced) const {
+  bool is_sender = posted.member == kAnySource || global_rank(posted.member) == announced.port->peer();
+  return is_sender && announced.header.tag == posted.tag;
 }
 
 bool Group::try_match(const Posted& posted) {
   if (posted->port) return true;
   for (auto it = announced_.begin(); it != announced_.end(); ++it) {
-    if (it->header.tag != posted->tag) continue;
-    if (posted->member != kAnySource && global_rank(posted->member) != it->port->peer()) continue;
+    if (!fits(*posted, *it)) continue;
     Announced announced = std::move(*it);
     announced_.erase(it);
     accept(posted, announced);

@@ -15,15 +15,12 @@
 #include "paceline/reduce/kernels.h"
 
 namespace paceline {
-namespace {
 
 uint64_t slice_start(uint64_t count, size_t element_bytes, int member, int members) {
-  uint64_t line = std::max<uint64_t>(1, 64 / element_bytes);  // slices start on cache lines
+  uint64_t line = std::max<uint64_t>(1, 64 / element_bytes);
   uint64_t lines = (count + line - 1) / line;
   return std::min(count, lines * uint64_t(member) / uint64_t(members) * line);
 }
-
-}  // namespace
 
 void Team::post(Counter Block::* counter, uint64_t value) {
   (block(me_).*counter).value.store(value, std::memory_order_release);
@@ -112,6 +109,13 @@ uint64_t Team::handed_over(const Context& c) const {
 
 Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) {
   Context c{request, shown, divisor};
+  co_await begin(c);
+  if (request.kind == Kind::barrier) co_return;
+  if (c.placement == Placement::staged) co_await run_staged(c);
+  else co_await run_whole(c);
+}
+
+Task Team::begin(Context& c) {
   c.op = ++op_;
   post_request(c);
   Reached arrived(*this, &Block::arrived, c.op);
@@ -119,13 +123,15 @@ Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) 
   // A member may have arrived and failed: its request is no longer valid.
   if (auto failure = published_failure()) std::rethrow_exception(failure);
   check_requests(c);
-  if (request.kind == Kind::barrier) co_return;
-  engine_.traffic().on_host.fetch_add(handed_over(c), std::memory_order_relaxed);
-  if (c.placement == Placement::staged) co_await run_staged(c);
-  else co_await run_whole(c);
+  if (c.request.kind != Kind::barrier) engine_.traffic().on_host.fetch_add(handed_over(c), std::memory_order_relaxed);
 }
 
-// Where piece `piece` of that member's inputs can be read.
+Task Team::end(Context& c) {
+  post(&Block::finished, c.op);
+  Reached finished(*this, &Block::finished, c.op);
+  co_await park(finished);
+}
+
 const std::byte* Team::source(const Context& c, int member, int piece) const {
   const Piece* pieces = this->pieces(member, c.op);
   size_t es = c.request.element_bytes();
@@ -202,10 +208,7 @@ Task Team::run_whole(Context& c) {
   bool in_place = c.placement == Placement::exposed;
   if (in_place && (c.request.kind == Kind::all_reduce || c.request.kind == Kind::reduce)) reduce_slice(c);
   else take_whole(c);
-  if (!in_place) co_return;  // slots are reused only after all members have arrived at the next operation
-  post(&Block::finished, c.op);
-  Reached finished(*this, &Block::finished, c.op);
-  co_await park(finished);
+  if (in_place) co_await end(c);  // slots are reused only after all members have arrived at the next operation
 }
 
 void Team::publish_failure(ErrorKind kind, int rank, const std::string& text) {

@@ -23,6 +23,9 @@ struct alignas(64) Counter {
   std::atomic<uint64_t> value;
 };
 
+// First element of a member's slice of a tensor; slices start on cache lines.
+uint64_t slice_start(uint64_t count, size_t element_bytes, int member, int members);
+
 // What one member gives to, and expects from, one other member.
 struct Piece {
   uint64_t gives = 0;    // elements
@@ -66,6 +69,15 @@ class Team {
   // `shown` is what the user called (compared and named in errors), `divisor` divides a reduction's result.
   Task run(const Request& request, const Descriptor& shown, size_t divisor);
 
+  struct Context;  // one operation in flight
+  // The two ends of an operation whose middle the caller does: begin() returns when all members have arrived and their
+  // requests match, end() when no member uses the memory of another one any more.
+  Task begin(Context& c);
+  Task end(Context& c);
+  // Where piece `piece` of that member's inputs can be read, and where the result of a reduction goes.
+  const std::byte* source(const Context& c, int member, int piece) const;
+  std::byte* output_of(const Context& c, int member) const;
+
   // Advances one of this member's counters and wakes members that sleep.
   void post(Counter Block::* counter, uint64_t value);
 
@@ -73,8 +85,6 @@ class Team {
   void publish_failure(ErrorKind kind, int rank, const std::string& text);
   std::exception_ptr published_failure() const;
   bool has_failure() const;
-
-  struct Context;  // one operation in flight
 
  private:
   Task run_whole(Context& c);  // inputs readable in place: slots or engine memory
@@ -85,8 +95,6 @@ class Team {
   void post_request(Context& c);
   void check_requests(Context& c);
   uint64_t handed_over(const Context& c) const;
-  const std::byte* source(const Context& c, int member, int piece) const;
-  std::byte* output_of(const Context& c, int member) const;
   void take_whole(const Context& c);
   void reduce_slice(const Context& c);
 

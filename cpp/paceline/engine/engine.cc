@@ -39,8 +39,10 @@ Engine::Engine(const EngineConfig& config)
       presence_segment_(Segment::create("paceline-presence", 4096)),
       presence_(reinterpret_cast<Presence*>(presence_segment_.data())),
       doorbell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-      epoll_(epoll_create1(EPOLL_CLOEXEC)) {
-  if (!doorbell_ || !epoll_) throw Error(ErrorKind::shared_memory, "engine: out of file descriptors");
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      requests_bell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  if (!doorbell_ || !epoll_ || !requests_bell_)
+    throw Error(ErrorKind::shared_memory, "engine: out of file descriptors");
   presence_->pid = getpid();
   watch(doorbell_.get());
   set_num_local(config_.num_local);

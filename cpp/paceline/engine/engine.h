@@ -54,6 +54,14 @@ struct LongWait {
   std::vector<int> ranks;  // that it waits for
 };
 
+// A channel to another host that a group needs: the owner of the engine connects, or waits for the other rank to.
+struct ChannelRequest {
+  uint64_t group;
+  uint32_t generation;
+  int rank;
+  int lane;
+};
+
 // Something that has operations to drive: a group.
 class Pollable {
  public:
@@ -97,6 +105,11 @@ class Engine {
   void drop_descriptors_before(uint64_t id, uint64_t generation);
   // Keeps the ports of a failed group open until the peers have read the error, without blocking.
   void linger(std::vector<std::unique_ptr<Port>> ports);
+
+  // Channels that groups need. The descriptor is readable when there are some. Any thread.
+  void request_channel(const ChannelRequest& request);
+  std::vector<ChannelRequest> take_channel_requests();
+  int channel_requests_fd() const { return requests_bell_.get(); }
 
   void attach(Pollable* pollable);
   void detach(Pollable* pollable);
@@ -203,6 +216,10 @@ class Engine {
   };
   std::mutex lingering_mu_;
   std::vector<LingeringPort> lingering_;  // guarded by lingering_mu_
+
+  Fd requests_bell_;
+  std::mutex requests_mu_;
+  std::vector<ChannelRequest> requests_;  // guarded by requests_mu_
 
   std::mutex thread_mu_;
   std::condition_variable thread_cv_;

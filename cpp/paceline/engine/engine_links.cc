@@ -1,9 +1,11 @@
 // The engine's links to the neighbours on this host, the descriptors that arrive through them, and the channels of
 // failed groups that are still closing.
 #include <poll.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <utility>
 
 #include "paceline/base/error.h"
 #include "paceline/engine/engine.h"
@@ -11,12 +13,20 @@
 namespace paceline {
 namespace {
 constexpr double kKill_s = 0.5;    // how long the kernel may take to end a process
+constexpr int kMaxReceived = 512;  // of one neighbour: each holds a file descriptor
 constexpr double kLinger_s = 1.0;  // how long the channels of a failed group wait for the peers to end theirs
 }  // namespace
 
 void Engine::add_local_peer(int rank, Fd socket) {
   auto deliver = [this](int from, const LinkMessage& m, Fd fd) {
     std::lock_guard lock(received_mu_);
+    auto kept = std::count_if(received_.begin(), received_.end(), [&](auto& one) { return one.rank == from; });
+    if (kept >= kMaxReceived)
+      throw Error(ErrorKind::bad_frame,
+                  "rank " + std::to_string(from) + " has sent " + std::to_string(kept + 1) +
+                      " descriptors of groups that this process has not formed, expected up to " +
+                      std::to_string(kMaxReceived) + ". Create the same groups in the same order on every member.",
+                  from);
     received_.push_back({from, m, std::move(fd)});
   };
   auto link =
@@ -132,6 +142,22 @@ Fd Engine::expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t
     pollfd p{l->socket(), POLLIN, 0};
     ::poll(&p, 1, 20);
   }
+}
+
+void Engine::request_channel(const ChannelRequest& request) {
+  {
+    std::lock_guard lock(requests_mu_);
+    requests_.push_back(request);
+  }
+  uint64_t one = 1;
+  [[maybe_unused]] ssize_t n = write(requests_bell_.get(), &one, sizeof one);
+}
+
+std::vector<ChannelRequest> Engine::take_channel_requests() {
+  uint64_t count;
+  [[maybe_unused]] ssize_t n = read(requests_bell_.get(), &count, sizeof count);
+  std::lock_guard lock(requests_mu_);
+  return std::exchange(requests_, {});
 }
 
 void Engine::linger(std::vector<std::unique_ptr<Port>> ports) {

@@ -12,6 +12,8 @@ size_t whole_pages(size_t bytes) {
   return (std::max<size_t>(bytes, 1) + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
 }
 
+constexpr size_t kLargeTensor = 8 << 20;  // below, asking for large pages takes longer than they save in a short job
+
 }  // namespace
 
 void* Arena::take(Pool& pool, size_t bytes) {
@@ -21,6 +23,7 @@ void* Arena::take(Pool& pool, size_t bytes) {
     pool.free_ranges.erase(it);
     if (room > bytes) pool.free_ranges.emplace(offset + bytes, room - bytes);
     pool.used.emplace(offset, bytes);
+    if (bytes >= kLargeTensor) pool.segment.ask_for_large_pages(offset, bytes);
     return pool.segment.data() + offset;
   }
   return nullptr;

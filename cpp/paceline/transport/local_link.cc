@@ -7,12 +7,15 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <string>
+
 #include "paceline/base/error.h"
 
 namespace paceline {
 namespace {
 constexpr uint32_t kMagic = 0x4b4c4350;  // "PCLK"
 constexpr size_t kMaxFds = 2;
+constexpr size_t kMaxSegments = 4096;  // each holds a descriptor, in the peer as well
 constexpr size_t kControlBytes = CMSG_SPACE(sizeof(int) * kMaxFds) + CMSG_SPACE(sizeof(ucred));
 }  // namespace
 
@@ -153,6 +156,11 @@ void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds, int send
       return;
     case LinkKind::segment:
       if (fds.size() != 1) break;
+      if (segments_.size() >= kMaxSegments && !segments_.contains(message.id))
+        throw Error(ErrorKind::bad_frame,
+                    "it has more than " + std::to_string(kMaxSegments) +
+                        " segments of engine memory. Allocate fewer and larger tensors in engine memory.",
+                    peer_);
       if (!segments_.contains(message.id))
         segments_[message.id] = std::make_shared<Segment>(Segment::map(std::move(fds[0]), message.bytes));
       return;

@@ -19,6 +19,11 @@ Port::Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAn
       sent_(sent),
       heard_s_(now_s()) {}
 
+void Port::open(std::unique_ptr<Channel> channel) {
+  channel_ = std::move(channel);
+  heard_s_ = now_s();
+}
+
 void Port::send(Message* m) {
   m->peer = peer_;
   if (m->bytes == 0) m->done = true;  // both sides know: nothing is sent
@@ -55,6 +60,7 @@ void Port::grant(const FrameHeader& announced, const std::string& eager_data, Me
   h.kind = FrameKind::grant;
   h.message = announced.message;
   control_.push_back({h, {}});
+  --ungranted_;
   if (announced.payload_bytes) --unmatched_;
   if (announced.payload_bytes == announced.total_bytes) {  // eager, or empty
     std::copy_n(reinterpret_cast<const std::byte*>(eager_data.data()), m->bytes, m->data);
@@ -73,7 +79,7 @@ void Port::abort(uint64_t kind, int rank, const std::string& text) {
 }
 
 void Port::heartbeat() {
-  if (!control_.empty() || out_at_ != out_total_) return;  // something is being sent anyway
+  if (!channel_ || !control_.empty() || out_at_ != out_total_) return;  // something is being sent anyway
   FrameHeader h;
   h.kind = FrameKind::heartbeat;
   control_.push_back({h, {}});
@@ -133,6 +139,7 @@ bool Port::next_frame() {
 
 bool Port::flush() {
   bool moved = false;
+  if (!channel_) return moved;
   for (;;) {
     if (out_at_ == out_total_ && !next_frame()) return moved;
     iovec parts[2];
@@ -159,6 +166,7 @@ bool Port::flush() {
 
 bool Port::pump_in() {
   bool moved = false;
+  if (!channel_) return moved;
   for (;;) {
     if (!in_payload_) {
       if (in_at_ < kFrameHeaderBytes) {
@@ -181,11 +189,13 @@ bool Port::pump_in() {
       in_sequence_++;
       in_payload_ = true;
       in_at_ = 0;
+      in_crc_ = 0;
     }
     while (in_at_ < in_header_.payload_bytes) {
       size_t n = channel_->read_some(in_target_ + in_at_, in_header_.payload_bytes - in_at_);
       if (n == 0) return moved;
       moved = true;
+      if (channel_->needs_checksum()) in_crc_ = crc32c(in_crc_, in_target_ + in_at_, n);  // while it is in the cache
       in_at_ += n;
       heard_s_ = now_s();
     }
@@ -228,14 +238,11 @@ bool Port::begin_payload() {
 
 void Port::end_payload() {
   const FrameHeader& h = in_header_;
-  if (channel_->needs_checksum()) {
-    uint32_t crc = crc32c(0, in_target_, h.payload_bytes);
-    if (crc != h.payload_crc)
-      throw Error(ErrorKind::bad_frame,
-                  "bad frame from rank " + std::to_string(peer_) + ": payload checksum " + std::to_string(crc) +
-                      ", expected " + std::to_string(h.payload_crc),
-                  peer_);
-  }
+  if (channel_->needs_checksum() && in_crc_ != h.payload_crc)
+    throw Error(ErrorKind::bad_frame,
+                "bad frame from rank " + std::to_string(peer_) + ": payload checksum " + std::to_string(in_crc_) +
+                    ", expected " + std::to_string(h.payload_crc),
+                peer_);
   if (!in_message_) return accept_control();
   Message* m = in_message_;
   in_message_ = nullptr;
@@ -262,6 +269,12 @@ void Port::accept_control() {
                         " messages were sent before they were granted, the last of " + std::to_string(h.payload_bytes) +
                         " bytes; expected up to " + std::to_string(kMaxEager) + " of " + std::to_string(kEagerBytes) +
                         " bytes",
+                    peer_);
+      if (++ungranted_ > kMaxAnnounced)
+        throw Error(ErrorKind::bad_frame,
+                    "bad frame from rank " + std::to_string(peer_) + ": it has announced " +
+                        std::to_string(ungranted_) + " messages that were not received; expected up to " +
+                        std::to_string(kMaxAnnounced) + ". Post the receives, or send fewer messages ahead.",
                     peer_);
       return on_announce_(*this, h, std::move(in_text_));
     case FrameKind::grant: {

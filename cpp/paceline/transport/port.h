@@ -4,7 +4,10 @@
 // so data is sent at once; a side that has not posted its receive yet stops reading.
 // ANNOUNCED messages (point to point): the sender announces size and tag, the receiver grants the message
 // when a matching receive exists, then the data is sent; so any order of tags works. Small messages are sent within
-// their announcement (EAGER), up to a bounded number that the receiver has not matched yet.
+// their announcement (EAGER), up to a bounded number that the receiver has not matched yet. A peer that announces
+// far more messages than any honest one is refused.
+//
+// A port may exist before its channel: what is sent waits until open() is called.
 //
 // Driver only. Messages belong to the caller and must outlive their transfer.
 #pragma once
@@ -35,9 +38,12 @@ class Port {
   using OnAnnounce = std::function<void(Port&, const FrameHeader&, std::string eager_data)>;
   using OnAbort = std::function<void(const FrameHeader&, std::string text)>;
 
-  // `sent` counts the payload that goes out, of messages only; it outlives the port.
+  // `channel` may be null. `sent` counts the payload that goes out, of messages only; it outlives the port.
   Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce, OnAbort on_abort,
        std::atomic<uint64_t>* sent = nullptr);
+
+  void open(std::unique_ptr<Channel> channel);
+  bool is_open() const { return channel_ != nullptr; }
 
   void send(Message* message);
   void receive(Message* message);
@@ -51,7 +57,9 @@ class Port {
   // Moves what can be moved; true when anything did. Throws bad_frame.
   bool pump();
   // The driver is about to sleep: it need not wake before the rest of a payload is there.
-  void before_sleep() { channel_->wake_at(in_payload_ ? in_header_.payload_bytes - in_at_ : 1); }
+  void before_sleep() {
+    if (channel_) channel_->wake_at(in_payload_ ? in_header_.payload_bytes - in_at_ : 1);
+  }
   // Whether the rest of a payload is still on the wire.
   bool awaits_rest() const { return in_payload_ && channel_->over_network(); }
   bool flush();                                                               // the outgoing half of it
@@ -59,11 +67,15 @@ class Port {
 
   int peer() const { return peer_; }
   // The peer is gone, and nothing that it sent is left to read, or what is left will never be received.
-  bool lost() const { return channel_->lost() || (channel_->unwritable() && is_parked()); }
+  bool lost() const { return channel_ && (channel_->lost() || (channel_->unwritable() && is_parked())); }
   double heard_s() const { return heard_s_; }
-  void close_after_fork() { channel_->close_after_fork(); }
-  void end_output() { channel_->end_output(); }
-  bool ended() { return channel_->ended(); }
+  void close_after_fork() {
+    if (channel_) channel_->close_after_fork();
+  }
+  void end_output() {
+    if (channel_) channel_->end_output();
+  }
+  bool ended() { return !channel_ || channel_->ended(); }
 
  private:
   struct Control {
@@ -80,6 +92,7 @@ class Port {
   static constexpr uint32_t kPieceBytes = 256 << 10;  // stays in the cache between checksum and send
   static constexpr uint32_t kEagerBytes = 8 << 10;
   static constexpr int kMaxEager = 64;
+  static constexpr int kMaxAnnounced = 1 << 17;  // twice the messages that a server lets another one leave unread
 
   int peer_;
   std::unique_ptr<Channel> channel_;
@@ -114,7 +127,9 @@ class Port {
   std::byte* in_target_ = nullptr;
   Message* in_message_ = nullptr;
   uint32_t in_sequence_ = 0;
-  int unmatched_ = 0;  // eager messages of the peer whose data is kept here
+  uint32_t in_crc_ = 0;  // of the payload so far
+  int unmatched_ = 0;    // eager messages of the peer whose data is kept here
+  int ungranted_ = 0;    // announcements of the peer, with data or without, that are kept here
   double heard_s_;
 };
 

@@ -35,11 +35,29 @@ uint64_t available_bytes() {
   return kb * 1024;
 }
 
+constexpr size_t kLargePage = 2 << 20;
+constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1
+
 [[noreturn]] void fail(const char* what, size_t bytes, int error) {
   throw Error(ErrorKind::shared_memory,
               std::string("shared memory: cannot ") + what + " a segment of " + megabytes(double(bytes)) + ": " +
                   strerror(error) + " (" + megabytes(double(available_bytes())) +
                   " available). Use smaller tensors or fewer processes, or raise the memory limit.");
+}
+
+// Maps the file. A large one begins at a multiple of a large page: otherwise it could not consist of those.
+void* map_shared(int fd, size_t bytes) {
+  constexpr int kAccess = PROT_READ | PROT_WRITE;
+  if (bytes < kLargePage) return mmap(nullptr, bytes, kAccess, MAP_SHARED, fd, 0);
+  size_t room = bytes + kLargePage;
+  void* reserved = mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) return MAP_FAILED;
+  auto start = reinterpret_cast<uintptr_t>(reserved), aligned = (start + kLargePage - 1) / kLargePage * kLargePage;
+  void* p = mmap(reinterpret_cast<void*>(aligned), bytes, kAccess, MAP_SHARED | MAP_FIXED, fd, 0);
+  size_t page = size_t(sysconf(_SC_PAGESIZE)), end = (aligned + bytes + page - 1) / page * page;
+  if (aligned > start) munmap(reserved, aligned - start);
+  if (start + room > end) munmap(reinterpret_cast<void*>(end), start + room - end);
+  return p;
 }
 
 }  // namespace
@@ -50,7 +68,7 @@ void Fd::reset(int fd) {
 }
 
 Segment::Segment(Fd fd, size_t bytes) : fd_(std::move(fd)), bytes_(bytes) {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  void* p = map_shared(fd_.get(), bytes);
   if (p == MAP_FAILED) fail("map", bytes, errno);
   data_ = static_cast<std::byte*>(p);
   madvise(p, bytes, MADV_HUGEPAGE);  // only a hint: a kernel without large pages ignores it
@@ -66,6 +84,8 @@ Segment Segment::create(const char* name, size_t bytes) {
   if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) fail("seal", bytes, errno);
   return Segment(std::move(fd), bytes);
 }
+
+void Segment::ask_for_large_pages(size_t offset, size_t bytes) { madvise(data_ + offset, bytes, kCollapse); }
 
 Segment Segment::map(Fd fd, size_t bytes) {
   struct stat st;

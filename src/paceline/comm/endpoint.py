@@ -2,8 +2,9 @@
 
 Neighbours (processes with the same `host_id`) are linked once per process with a Unix socket. The
 engine passes shared memory over it and detects from it that the neighbour died. Members on other
-hosts get two TCP connections per group, one for collectives and one for point-to-point traffic, so
-that neither can block the other. The lower rank connects, the higher rank accepts. A link is
+hosts get up to two TCP connections per group, one for collectives and one for point-to-point
+traffic, so that neither can block the other. In a group of more than two they are opened when they
+are first needed (lazy_channels.py); in a group of two the lower rank connects at once. A link is
 authenticated before the engine gets it, and encrypted by the engine if it leaves the machine.
 
 Which processes count as the job is decided in fabric.py.
@@ -18,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline import _core
+from paceline.comm.lazy_channels import LANES, LazyChannels, LazyGroup, for_core, purpose_of
 from paceline.control.member import Member
 from paceline.control.messages import Presence
-from paceline.control.transport.link_encryption import Link, LinkKeys
+from paceline.control.transport.link_encryption import Link
 from paceline.control.transport.peer_connections import LinkListener
 from paceline.control.wait_notice import WaitNotice
 from paceline.errors import ConnectError, PeerLost, PeerTimeout, RendezvousError
@@ -29,7 +31,6 @@ _STEP_S = 0.5
 _FIRST_STEP_S = 1e-3
 _LAST_TRY_S = 0.1  # for what a member should have sent before it left
 _CONNECT_STEPS = 10  # steps of one connect: checking the members must not abort a handshake
-LANES = ("collective", "point-to-point")  # numbered as in the engine
 
 # Raises if a group of these members will never be formed, because the membership has changed.
 MembershipCheck = Callable[[Sequence[Member]], None]
@@ -46,6 +47,7 @@ class Endpoint:
     timeout_s: float
     presence: Mapping[int, Presence] = field(default_factory=dict)  # state of the other ranks
     _linked: set[int] = field(default_factory=set)  # neighbours
+    _lazy: LazyChannels | None = None
     _link_mus: dict[int, threading.Lock] = field(default_factory=dict)  # by rank
 
     def link_neighbours(self, members: Sequence[Member]) -> None:
@@ -109,11 +111,40 @@ class Endpoint:
         group = self._form(members, group_id, generation, hosts, timeout_s, check_membership)
         ranks = [member.rank for member in members]
         remote = [member for member in members if member.host_id != self.me.host_id]
+        if self._is_lazy(members):
+            self._open_lazily(group, group_id, generation, members, timeout_s, check_membership)
+            return group
         for lane, name in enumerate(LANES):
-            purpose = _purpose(group_id, generation, name)
+            purpose = purpose_of(group_id, generation, name)
             for rank, link in self._link(remote, purpose, timeout_s, check_membership, local=False):
-                group.add_channel(ranks.index(rank), lane, link.fd, _for_core(link.keys))
+                group.add_channel(ranks.index(rank), lane, link.fd, for_core(link.keys))
         return group
+
+    def _is_lazy(self, members: Sequence[Member]) -> bool:
+        is_remote = any(member.host_id != self.me.host_id for member in members)
+        return len(members) > 2 and is_remote
+
+    def _open_lazily(
+        self,
+        group: _core.Group,
+        group_id: int,
+        generation: int,
+        members: Sequence[Member],
+        timeout_s: float,
+        check_membership: MembershipCheck,
+    ) -> None:
+        """Let the group's channels be opened when they are first needed."""
+
+        def check(member: Member) -> bool:
+            has_left = self._has_finished(member)
+            self._require_presence([member])
+            check_membership(members)
+            return has_left
+
+        if self._lazy is None:
+            assert self.listener is not None, "a world of one has no other members"
+            self._lazy = LazyChannels(self.me, self.engine, self.listener)
+        self._lazy.add(group, LazyGroup((group_id, generation), members, timeout_s, check))
 
     def has_called(self, member: Member, group_id: int, generation: int) -> bool:
         """Return whether a group with this member can be formed without waiting for it to connect:
@@ -121,7 +152,7 @@ class Endpoint:
         if member.host_id == self.me.host_id or self.rank < member.rank:
             return True
         assert self.listener is not None, "a world of one has no other members"
-        purposes = [_purpose(group_id, generation, name) for name in LANES]
+        purposes = [purpose_of(group_id, generation, name) for name in LANES]
         return all(self.listener.has_arrived(member.rank, purpose) for purpose in purposes)
 
     def _form(
@@ -149,7 +180,14 @@ class Endpoint:
             has_left = self._has_finished(first)
             try:
                 return _core.Group(
-                    self.engine, group_id, generation, ranks, hosts, timeout_s, step_s
+                    self.engine,
+                    group_id,
+                    generation,
+                    ranks,
+                    hosts,
+                    timeout_s,
+                    step_s,
+                    self._is_lazy(members),
                 )
             except PeerTimeout:
                 if has_left:
@@ -244,15 +282,6 @@ class Endpoint:
             f"rank {self.rank}: rank {rank} is gone: {words}; a group with it cannot be formed",
             rank=rank,
         )
-
-
-def _for_core(keys: LinkKeys | None) -> tuple[int, bytes, bytes] | None:
-    return (_core.CIPHERS.index(keys.cipher), keys.send, keys.receive) if keys else None
-
-
-def _purpose(group_id: int, generation: int, lane: str) -> str:
-    """Return the purpose of a link, which both its ends name."""
-    return f"group {group_id:x} generation {generation} {lane}"
 
 
 def _no_check(_: Sequence[Member]) -> None:

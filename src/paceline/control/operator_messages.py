@@ -114,6 +114,8 @@ class Status(m.Answer, frozen=True):
     loads: tuple[ServerLoad, ...] = ()  # the last report of each server about its load
     is_finishing: bool = False
     over: str = ""
+    num_workers: int = 0  # that the job is to have: those present and those wanted
+    num_servers: int = 0  # the same
 
     @property
     def generation(self) -> int:

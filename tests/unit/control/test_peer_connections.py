@@ -185,3 +185,28 @@ def test_opening_and_closing_leaves_no_descriptor(secret, job_id, make_member):
         high.close()
         high.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_links_that_nobody_takes_are_limited(pair, make_member):
+    """A member with the secret that connects for more and more purposes; the others can connect."""
+    low, high, member = pair
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [low.connect(member, f"purpose {number}", False) for number in range(256)]
+    with pytest.raises(ConnectError, match=r"rank 1 .*closed the connection \(tried \d+x"):
+        low.connect(member, "one too many", False, timeout_s=0.3)
+    assert high._acceptor.refused > 1 and not high.has_arrived(0, "one too many")
+    assert len(os.listdir("/proc/self/fd")) - before <= 2 * 256 + 4
+    # What this process waits for arrives in any case, and another caller has room of its own.
+    taken = []
+    waiting = threading.Thread(target=lambda: taken.append(high.accepted(0, "awaited", 20)))
+    waiting.start()
+    with owned(low.connect(member, "awaited", False)):
+        waiting.join()
+    with owned(*taken, high.connect(make_member(0, unix=low.unix_name), "back", True)):
+        assert low.has_arrived(1, "back")
+    for link in kept:
+        os.close(link.fd)
+    # Links whose callers have hung up make room.
+    with owned(low.connect(member, "later", False), high.accepted(0, "later", 20)):
+        pass
+    assert len(os.listdir("/proc/self/fd")) - before <= 8

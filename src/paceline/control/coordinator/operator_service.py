@@ -209,6 +209,8 @@ class OperatorService:
             loads=tuple(load for rank, load in self._loads.items() if rank in ranks),
             is_finishing=state.is_finishing,
             over=state.over,
+            num_workers=len(state.workers),
+            num_servers=len(state.servers),
         )
 
     def _first_notifications(self) -> Sequence[o.Notification]:

@@ -98,7 +98,7 @@ class Acceptor:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors, or the caller is gone already
-                self._note_refusal(error)
+                self.note_refusal(error)
                 await asyncio.sleep(_GRACE_S)
                 continue
             task = self._start(self._serve(close_in_children(sock)))
@@ -120,7 +120,7 @@ class Acceptor:
         try:
             admitted = await asyncio.wait_for(self._authenticate(sock), self._handshake_s)
         except (PacelineError, OSError, asyncio.TimeoutError) as error:
-            self._note_refusal(error)
+            self.note_refusal(error)
             return
         finally:
             self._strangers.pop(task, None)
@@ -163,7 +163,7 @@ class Acceptor:
         await send_frame(wire, handshake.accept(await receive_frame(wire)))
         return handshake.session, handshake.caller
 
-    def _note_refusal(self, error: Exception) -> None:
+    def note_refusal(self, error: Exception) -> None:
         """Count refusals; log the 1st, 2nd, 4th, 8th ... so that a flood cannot fill the disk."""
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:
@@ -177,12 +177,14 @@ async def introduce(sock: socket.socket, handshake: CallerHandshake, *, what: st
 
 
 async def introduce_control(
-    sock: socket.socket, handshake: CallerHandshake, *, what: str
+    sock: socket.socket, handshake: CallerHandshake, *, what: str, setting: str | None = None
 ) -> tuple[Wire, Session]:
     """Run the caller's side on a new control connection to `what`, inside TLS if it leaves the
-    machine; return what `Channel.over` needs. The socket is closed on any failure."""
+    machine; return what `Channel.over` needs. The socket is closed on any failure.
+
+    `setting` is "on", "off" or "always"; None: that of the job."""
     wire: Wire = sock
-    if is_encrypted(sock.family, sock.getpeername(), encryption()):
+    if is_encrypted(sock.family, sock.getpeername(), setting or encryption()):
         try:
             wire = await TlsStream.over(sock, handshake.secret, is_listener=False)
         except AuthError:

@@ -58,9 +58,12 @@ def create_secret_file(directory: str | os.PathLike[str]) -> Path:
     return path
 
 
-def load_secret(path: str | os.PathLike[str]) -> bytes:
-    """Read a secret; AuthError names the file when it is missing, exposed or malformed."""
-    text = read_private(path).decode("ascii", errors="replace").strip()
+def load_secret(path: str | os.PathLike[str], *, is_mounted: bool = False) -> bytes:
+    """Read a secret; AuthError names the file when it is missing, exposed or malformed.
+
+    `is_mounted`: Kubernetes mounted it, and lets the group of the pod read root's file.
+    """
+    text = read_private(path, is_mounted=is_mounted).decode("ascii", errors="replace").strip()
     try:
         secret = bytes.fromhex(text)
     except ValueError:
@@ -80,8 +83,9 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def read_private(path: str | os.PathLike[str]) -> bytes:
+def read_private(path: str | os.PathLike[str], *, is_mounted: bool = False) -> bytes:
     """Read a small file after checking, on the open descriptor, that only this user can use it."""
+    exposed = 0o037 if is_mounted else 0o077
     name = os.fspath(path)
     try:
         # O_NONBLOCK: opening a pipe that another user put there must not hang.
@@ -95,7 +99,7 @@ def read_private(path: str | os.PathLike[str]) -> bytes:
                     f" {os.getuid()}; use a file of your own"
                 )
             mode = stat.S_IMODE(status.st_mode)
-            if mode & 0o077:
+            if mode & exposed:
                 raise AuthError(
                     f"secret file {name} has mode {mode:04o}, other users can use it; expected"
                     f" 0600: make a new secret, then chmod 600 {name}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from paceline.control.transport.auth import Session
 
 CIPHERS = ("aes-256-gcm", "chacha20-poly1305")  # as in the core
+CROSSED = "crossed"  # the listener is connecting to the caller: that link counts
 _MARK = ", encrypted with "
 _KIND = {True: "encrypted", False: "plain"}
 

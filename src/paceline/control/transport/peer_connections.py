@@ -6,6 +6,9 @@ members the lower rank connects and the higher one waits. Both name the same pur
 non-blocking, detached from Python and positioned exactly after the handshake. Its receiver owns it.
 Links that leave the machine are encrypted by the core, with the keys that come with the descriptor.
 
+A link that has arrived waits until it is taken. How many wait is limited: a listener that is full
+hangs up, and the caller tries again until its timeout.
+
 Threads: an asyncio loop in "paceline-links", or one that is passed in. Public methods block and
 may be called from any other thread.
 """
@@ -13,16 +16,19 @@ may be called from any other thread.
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import secrets
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
 
 from paceline.control.member import Member
 from paceline.control.transport.acceptor import Acceptor, Wire, introduce
 from paceline.control.transport.auth import CallerHandshake, Hello, Session
 from paceline.control.transport.link_encryption import (
     CIPHERS,
+    CROSSED,
     Link,
     LinkKeys,
     refusal,
@@ -33,6 +39,7 @@ from paceline.control.transport.loop_thread import LoopThread
 from paceline.control.transport.sockets import (
     connect_tcp,
     connect_unix,
+    has_hung_up,
     is_encrypted,
     join_address,
     keep_trying,
@@ -45,6 +52,22 @@ from paceline.errors import ConfigError, RendezvousError, UsageError
 from paceline.runtime.config import encryption
 
 _Key = tuple[int, str]  # rank of the caller, purpose
+_MAX_OF_ONE = 256  # links of one caller that wait to be taken
+_MAX_OF_ALL = 4096
+
+
+class Crossed(Exception):
+    """The other member is connecting to this one, for the same purpose."""
+
+
+class Router(Protocol):
+    """Takes links as soon as they arrive. Called in the listener's loop."""
+
+    def refusal(self, rank: int, purpose: str) -> str:
+        """Return why a link is refused; "" if it is not."""
+
+    def take(self, rank: int, purpose: str, link: Link | None) -> bool:
+        """Take a link that was not refused; None: its caller has gone. False: it has to wait."""
 
 
 class LinkListener:
@@ -66,7 +89,10 @@ class LinkListener:
         self._encryption, self._choose_cipher = encryption(), choose_cipher
         self._arrived: dict[_Key, tuple[socket.socket, LinkKeys | None]] = {}
         self._refused: dict[_Key, str] = {}  # why
+        self._room = min(_MAX_OF_ALL, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._expected: dict[_Key, asyncio.Future[None]] = {}
+        self._router: Router | None = None
+        self._watched: list[int] = []
         # Always plain: the C++ core owns these sockets and what travels on them.
         self._acceptor = Acceptor(
             secret, job_id=job_id, listener=_name(rank), admit=self._admit, is_always_plain=True
@@ -101,6 +127,35 @@ class LinkListener:
         """Return whether `accepted` would return, or raise, at once."""
         key = (rank, purpose)
         return key in self._arrived or key in self._refused
+
+    def route(self, router: Router) -> None:
+        """Offer each link that arrives to this router first."""
+        self._router = router
+
+    def watch(self, fd: int, on_readable: Callable[[], None]) -> None:
+        """Call a function in the loop whenever a descriptor is readable, until `close`."""
+        self._watched.append(own := os.dup(fd))
+        self.call(lambda: asyncio.get_running_loop().add_reader(own, on_readable))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the loop, and wait for it."""
+
+        async def run() -> None:
+            function()
+
+        self._thread.call(run())
+
+    def take_arrived(self, purposes: Collection[str]) -> list[tuple[int, str, Link]]:
+        """Return the links for these purposes that wait, with their callers. In the loop."""
+        keys = [key for key in self._arrived if key[1] in purposes]
+        links = [(key, self._arrived.pop(key)) for key in keys]
+        return [(*key, Link(sock.detach(), keys)) for key, (sock, keys) in links]
+
+    async def dial(self, member: Member, purpose: str, timeout_s: float) -> Link:
+        """Connect to a member on another host as `connect` does. In the loop.
+
+        Raises Crossed if that member is connecting to this one."""
+        return await self._connect(member, purpose, False, timeout_s)
 
     def close(self) -> None:
         """Stop listening and drop links that were not taken. May be called twice."""
@@ -142,6 +197,8 @@ class LinkListener:
         session = await introduce(sock, handshake, what=what)
         if sock.family != socket.AF_UNIX:
             reason = session.open(await receive_frame(sock))
+            if reason == CROSSED.encode():
+                raise Crossed
             if reason:
                 raise ConfigError(f"{what}: {reason.decode(errors='replace')}")
         return LinkKeys.of(session, cipher)
@@ -152,28 +209,65 @@ class LinkListener:
     async def _admit(self, sock: Wire, session: Session, caller: Hello) -> None:
         assert isinstance(sock, socket.socket)
         purpose, cipher = split_cipher(caller.purpose)
+        key = (caller.rank, purpose)
+        if not self._has_room(key):
+            self._acceptor.note_refusal(
+                RendezvousError(
+                    f"rank {caller.rank} connects for {purpose!r}, but {len(self._arrived)} links"
+                    f" wait for this process to use them, the most that it keeps"
+                )
+            )
+            sock.close()
+            return
         encrypts = self._encrypts(sock, sock.getsockname())
         reason = refusal(caller.rank, cipher, self._rank, encrypts, self._encryption)
+        router = None if sock.family == socket.AF_UNIX else self._router
+        if router is not None and not reason:
+            reason = router.refusal(caller.rank, purpose)
         if sock.family != socket.AF_UNIX:
             try:
                 await send_frame(sock, session.seal(reason.encode()))
             except BaseException as error:
                 sock.close()
+                if router is not None and not reason:
+                    router.take(caller.rank, purpose, None)
                 if isinstance(error, OSError):
                     return  # the caller is gone
                 raise
-        key = (caller.rank, purpose)
+        if reason == CROSSED:
+            sock.close()
+            return
+        if router is not None and not reason:
+            link = Link(os.dup(sock.fileno()), LinkKeys.of(session, cipher))
+            if router.take(caller.rank, purpose, link):
+                sock.close()
+                return
+            os.close(link.fd)
         previous = self._arrived.pop(key, None)
         if previous is not None:
             previous[0].close()  # its caller gave up waiting for our answer and connected again
         if reason:
             sock.close()
             self._refused[key] = reason
+            if len(self._refused) > self._room:
+                del self._refused[next(iter(self._refused))]
         else:
             self._arrived[key] = sock, LinkKeys.of(session, cipher)
         expected = self._expected.get(key)
         if expected is not None and not expected.done():
             expected.set_result(None)
+
+    def _has_room(self, key: _Key) -> bool:
+        """Return whether one more link can wait; drops links whose callers have hung up."""
+        if key in self._expected or key in self._arrived or self._is_below_limits(key):
+            return True
+        for one in [one for one, (sock, _) in self._arrived.items() if has_hung_up(sock)]:
+            self._arrived.pop(one)[0].close()
+        return self._is_below_limits(key)
+
+    def _is_below_limits(self, key: _Key) -> bool:
+        of_one = sum(rank == key[0] for rank, _ in self._arrived)
+        return of_one < _MAX_OF_ONE and len(self._arrived) < self._room
 
     async def _take(self, key: _Key, timeout_s: float) -> Link:
         if key in self._expected:
@@ -195,6 +289,10 @@ class LinkListener:
         return Link(sock.detach(), keys)
 
     async def _close(self) -> None:
+        for fd in self._watched:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+        self._watched.clear()
         await self._acceptor.close()
         for sock, _ in self._arrived.values():
             sock.close()

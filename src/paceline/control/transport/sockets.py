@@ -28,6 +28,7 @@ from paceline.errors import BadFrame, ConnectError, PortInUse, SetupError
 
 MAX_HELLO_BYTES = 4096  # any frame before authentication
 MAX_FRAME_BYTES = 64 << 20  # any frame after it
+DEAD_AFTER_S = 1.5  # without an acknowledgement, a machine or its network is gone
 _BACKLOG = 1024
 _ATTEMPT_S = 5.0
 _TCP_RTO_MAX_MS = 44  # not in the socket module yet
@@ -212,7 +213,7 @@ def retry_soon(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
-def die_soon(sock: SocketOptions, within_s: float = 1.5) -> None:
+def die_soon(sock: SocketOptions, within_s: float = DEAD_AFTER_S) -> None:
     """End a connection whose peer's machine or network is gone for this long.
 
     It takes regular messages in both directions. A process that is merely stopped does not end its
@@ -262,6 +263,17 @@ async def keep_trying(attempt: Callable[[], Awaitable[T]], *, what: str, timeout
             )
         await asyncio.sleep(pause_s)
         pause_s = min(pause_s * 2, 0.5)
+
+
+def has_hung_up(sock: socket.socket) -> bool:
+    """Return whether the peer of a non-blocking socket has closed it, and has left nothing to
+    read."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -119,7 +119,8 @@ class TlsStream(asyncio.Protocol):
         return True  # we may still have something to send
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end(error or ConnectionResetError("the connection was closed"))
+        is_broken = error is not None and not self.reader.at_eof()
+        self._end(error or ConnectionResetError("the connection was closed"), is_broken=is_broken)
         if not self._is_closed.done():
             self._is_closed.set_result(None)
 
@@ -169,12 +170,15 @@ class TlsStream(asyncio.Protocol):
         self._end(error)
         self.transport.close()
 
-    def _end(self, error: Exception) -> None:
-        """No more data comes, because of `error`; before the handshake is done this is a failure"""
+    def _end(self, error: Exception, *, is_broken: bool = False) -> None:
+        """No more data comes, because of `error`; before the handshake is done this is a failure.
+
+        `is_broken`: the peer did not close the connection, and the reader gets the error.
+        """
         if not self._is_open.done():
             self._is_open.set_exception(error)
             self._is_open.exception()  # retrieved, also if its reader was cancelled
-        elif isinstance(error, ssl.SSLError):
+        elif isinstance(error, ssl.SSLError) or is_broken:
             self.reader.set_exception(error)
         else:
             self.reader.feed_eof()
