@@ -3,11 +3,13 @@
     sudo python bench/slow_network.py                    1 Gbit/s and 100 Mbit/s
     sudo python bench/slow_network.py --quick            a smoke test: its figures mean nothing
     sudo python bench/slow_network.py --rates 50 --paces allreduce local:8
+    sudo python bench/slow_network.py --per-host 2 --unencrypted --rates 1000 \\
+        --others independent --paces 'allreduce[compress=topk:0.01+int8]' diloco:50
 
-An MLP of 25 M parameters, SGD, two workers with one thread each, in two network namespaces joined
-by a cable that is shaped with tbf. Two independent processes are the ceiling. A pace that this
-version does not know is left out with a line. A contender that does not finish a turn is stopped,
-and the others continue. The namespaces vanish with this process.
+An MLP of 25 M parameters, SGD, one worker with one thread on each of two hosts, or more: network
+namespaces joined by a cable that is shaped with tbf. Independent processes are the ceiling. A pace
+that this version does not know is left out with a line. A contender that does not finish a turn is
+stopped, and the others continue. The namespaces vanish with this process.
 """
 
 from __future__ import annotations
@@ -27,20 +29,19 @@ from slow_runs import codecs, turns
 from slow_runs.report import CEILING, FP16, KEPT, PLAIN, POWERSGD, Link
 
 _OTHERS = [CEILING, KEPT, PLAIN, FP16, POWERSGD]
-_NUM_WORKERS = 2
 _QUICK_PACES = (codecs.REFERENCE, codecs.with_codec("int8"))
 
 
 def measure(names: list[str], options: argparse.Namespace) -> list[Link]:
     """Start all contenders once; measure and show them at each rate."""
     amount = turns.Amount(options.rounds, options.turn_s)
-    found = []
+    found, num_workers = [], 2 * options.per_host
     with Cable() as cable, Session() as session:
-        print(f"\nstarting {_NUM_WORKERS} workers of each contender ...", flush=True)
-        work = Work(options.model, "sgd", _NUM_WORKERS, cable)
+        print(f"\nstarting {num_workers} workers of each contender ...", flush=True)
+        work = Work(options.model, "sgd", num_workers, cable)
         contenders = start(session, work, names)
         turns.settle(contenders, options.settle)
-        samples = TASKS[options.model].batch * _NUM_WORKERS
+        samples = TASKS[options.model].batch * num_workers
         for rate_mbit in options.rates:
             lines = turns.measure(contenders, cable, rate_mbit, amount)
             found.append(Link(rate_mbit, samples, lines, names))
@@ -56,6 +57,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rates", nargs="+", type=int, help="Mbit/s (default: 1000 100)")
     parser.add_argument("--paces", nargs="+", help="ours (default: allreduce, and with each codec)")
+    parser.add_argument("--per-host", type=int, default=1, help="workers on each of the two hosts")
+    parser.add_argument("--unencrypted", action="store_true", help="ours a second time, so")
     parser.add_argument("--others", nargs="*", choices=_OTHERS, help="default: all")
     parser.add_argument("--codec", help="the pace of the closing figures (default: the fastest)")
     parser.add_argument("--model", choices=list(TASKS), default="mlp")
@@ -83,7 +86,10 @@ def main() -> None:
     paces, left_out = codecs.known(options.paces)
     for note in left_out:
         print(f"  {note}")
-    links = measure([*options.others, *(at_pace(pace) for pace in paces)], options)
+    ours = [at_pace(pace) for pace in paces]
+    if options.unencrypted:
+        ours += [at_pace(pace, encrypted=False) for pace in paces]
+    links = measure([*options.others, *ours], options)
     codec = at_pace(options.codec) if options.codec else None
     rows = [figure for link in links for figure in link.figures(codec)]
     figures.show(rows, "Figures, of one pace that averages the gradients of every step")

@@ -98,8 +98,10 @@ def launch(work: Work, name: str, number: int, scratch: Path) -> RankSet:
         if work.cable is not None:
             raise ContenderFailed(f"{name}: is measured on one host only")
         places = [with_servers(world, kind.servers)]
-    elif work.cable is not None and world == 2:
-        places = work.cable.ranks(f"training-{number}", scratch, port=18600 + number)
+    elif work.cable is not None and world > 1:
+        env = {} if kind.is_encrypted else {"PACELINE_ENCRYPT": "off"}
+        name_here, port = f"training-{number}", 18600 + number
+        places = work.cable.ranks(name_here, scratch, port, per_host=world // 2, env=env)
     else:
         job = {"PACELINE_JOB": f"bench-{uuid.uuid4().hex}"}
         places = [

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.pace.parse import parse
 
-_OURS = "paceline "
+_OURS, _UNENCRYPTED = "paceline ", "unencrypted "
 _WITH_LOCAL_STEPS = ("local", "post_local", "bmuf", "diloco", "easgd", "eamsgd")
 _ONE_BUCKET_MB = 200  # several of PowerSGD's wait for each other on gloo, for ever
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # from malloc.h
@@ -37,6 +37,7 @@ class Kind:
     views: bool = False  # DDP's gradient_as_bucket_view
     hook: str = ""  # of DDP: "fp16" or "powersgd"
     is_alone: bool = False  # one process whatever the number of workers
+    is_encrypted: bool = True  # ours, between hosts
 
     @property
     def is_coordinated(self) -> bool:
@@ -77,15 +78,17 @@ KINDS = {
 }
 
 
-def at_pace(text: str) -> str:
+def at_pace(text: str, *, encrypted: bool = True) -> str:
     """Return the name of the contender that trains at this pace of ours."""
-    return _OURS + text
+    return _OURS + ("" if encrypted else _UNENCRYPTED) + text
 
 
 def kind_of(name: str) -> Kind:
     """Return a contender of the table, or one that was named by `at_pace`."""
     if name.startswith(_OURS):
-        return Kind(name, "ours", name.removeprefix(_OURS))
+        pace = name.removeprefix(_OURS)
+        plain = pace.removeprefix(_UNENCRYPTED)
+        return Kind(name, "ours", plain, is_encrypted=plain == pace)
     return KINDS[name]
 
 
