@@ -4,7 +4,10 @@
 #   make test    run the tests                              make fmt     format the code
 #   make check   lint, types, layers, prose                 make docs    build site/, strictly
 #   make chaos   break jobs in every way (as root, long)    make clean   remove what was built
-#   make cluster-test  run jobs on test hosts with ssh and Slurm (as root; prints what it skips)
+#   make cluster-test  run jobs on test hosts with ssh, Slurm and Ray (as root; prints what it skips)
+#                      make .venv-ray/bin/ray installs Ray for them, and make .venv-schemas/bin/kubernetes-validate
+#                      the schemas of Kubernetes (160 MB), each in an environment of its own
+#   make device-test  build the test device testing/laggard (minutes the first time) and run its tests
 #   make simulate  break simulated jobs, many of them (SEEDS=10000, minutes)
 #   make fuzz    give changed bytes to every decoder (SECONDS=10 for each; ARGS="--runs 10000000 frame_fuzz")
 #   make wheel   build dist/*.whl, install it in an empty environment, run a job (ARGS=--matrix: each Python)
@@ -18,7 +21,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test cluster-test check docs chaos simulate fuzz fmt bench wheel clean
+.PHONY: demo test cluster-test device-test check docs chaos simulate fuzz fmt bench wheel clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -31,7 +34,25 @@ test: $(STAMP)
 cluster-test: $(STAMP)
 	$(BIN)/python -m pytest -rs tests/cluster $(ARGS)
 
-CPP  := $(shell find cpp -name '*.cc' -o -name '*.h')
+# A device for tests, a package of its own (testing/laggard/README.md). Only what changed is compiled again.
+DEVICE := testing/laggard
+device-test: $(STAMP)
+	$(BIN)/cmake -S $(DEVICE) -B build/laggard -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python --log-level=WARNING
+	$(BIN)/cmake --build build/laggard
+	PYTHONPATH=$(abspath $(DEVICE)) $(BIN)/python -m pytest -p laggard.pytest_plugin $(DEVICE) $(ARGS)
+
+# In an environment of its own: they are large, and nothing else needs them.
+.venv-schemas/bin/kubernetes-validate: | $(STAMP)
+	$(BIN)/python -m venv .venv-schemas
+	.venv-schemas/bin/python -m pip install --quiet --disable-pip-version-check kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0
+
+# Ray is large and no dependency: an environment of its own, which sees the packages of .venv, too.
+.venv-ray/bin/ray: | $(STAMP)
+	$(BIN)/python -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check 'ray[default,data]==2.60.*'
+	$(BIN)/python -c 'import pathlib, site; [p] = pathlib.Path(".venv-ray/lib").glob("python*/site-packages"); (p / "checkout.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")'
+
+CPP  := $(shell find cpp testing -name '*.cc' -o -name '*.h')
 # What the core is compiled with, for clang-tidy; the bindings need nanobind's headers and are left out.
 TIDY := -std=c++20 -Icpp $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mf16c -mpopcnt -msse4.2)
 
@@ -40,7 +61,7 @@ check: $(STAMP)
 	$(BIN)/stubtest paceline._core --allowlist tests/stubtest_allowlist.txt --ignore-disjoint-bases
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	find cpp/paceline -name '*.cc' | xargs -P 2 -n 4 sh -c '$(BIN)/clang-tidy --quiet "$$@" -- $(TIDY)' sh
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs src cpp bench examples
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs src cpp bench examples testing
 
 # Writes docs/failures.md. ARGS="--rows 1 3" runs some rows, ARGS=--quick leaves out the long tests.
 chaos: $(STAMP)

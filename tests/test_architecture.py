@@ -44,6 +44,7 @@ PUBLIC = {
         "errors",
         "extend",
         "ps",
+        "ray",
         "launch",
         "measure_layers",
         "tensor_plan",
@@ -161,6 +162,7 @@ MAY_NAME_STDERR = {
     "observe/display/display.py": "asks whether it is a terminal; the display thread owns it",
     "launcher/function/forked.py": "flushes it before a fork and before os._exit",
     "cli/main.py": "the last words of a command, which no application redirects",
+    "ray.py": "shows what the launcher prints, also in a notebook",
 }
 MAY_WRITE_TO_DESCRIPTOR_2 = {"cli/detach.py": "the error of a supervisor, in its log"}
 MAY_PRINT = {

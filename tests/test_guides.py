@@ -46,6 +46,7 @@ SETUPS: dict[tuple[str, str], list[Setup]] = {
     ("docs/guides/from-ddp.md", "after train.py"): [Setup(result=SAME)],
     ("docs/guides/from-horovod.md", "before train.py"): [],  # Horovod is not installed
     ("docs/guides/from-horovod.md", "after train.py"): [Setup(result=SAME)],
+    ("docs/guides/ray.md", ""): [],  # Ray is not installed; tests/cluster/test_ray_function.py
     ("docs/guides/slow-networks.md", ""): [Setup(result="digest")],
     (MESH, ""): [
         Setup(env={"PACELINE_MESH": mesh}, without=left_out, result="float(loss)")
@@ -61,11 +62,20 @@ RUNS = [
     for title in scripts_of(page)
     for number, setup in enumerate(SETUPS.get((page, title), [Setup()]))
 ]
-OPTIONS_OF_OTHERS = {"--nproc-per-node", "--standalone", "--quick", "--min-np", "--max-np"}
+OPTIONS_OF_OTHERS = {
+    "--no-kill",
+    "--working-dir",
+    "--nproc-per-node",
+    "--standalone",
+    "--quick",
+    "--min-np",
+    "--max-np",
+}
 KNOWN_PROGRAMS = {
     "python",
     "torchrun",
     "mpirun",
+    "ray",
     "salloc",
     "srun",
     "pip",

@@ -27,7 +27,10 @@ INSTEAD = {
 }
 SKIPPED = ("docs/log.md", "docs/adr/", "CHANGELOG.md", "README.zh-CN.md", "tests/test_prose.py")
 SUFFIXES = (".py", ".pyi", ".md", ".cc", ".h")
-FOLDERS = ("src", "cpp", "docs", "examples", "bench", "README.md", "CONTRIBUTING.md", "SECURITY.md")
+FOLDERS = (
+    *("src", "cpp", "docs", "examples", "bench", "testing"),
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md"),
+)
 
 
 def test_the_text_has_none_of_the_phrases() -> None:

@@ -31,10 +31,10 @@ def test_commands_are_understood(page, tmp_path, monkeypatch, capsys) -> None:
         check(words)
 
 
-def test_make_has_at_most_twelve_verbs_and_all_are_named() -> None:
+def test_make_has_few_verbs_and_all_are_named() -> None:
     makefile = (ROOT / "Makefile").read_text()
     verbs = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()
-    assert len(verbs) <= 12
+    assert len(verbs) <= 13
     for verb in verbs:
         assert re.search(rf"^{verb}:", makefile, re.MULTILINE), f"make {verb} does not exist"
         assert re.search(rf"^# .*make {verb} ", makefile, re.MULTILINE), f"{verb} is not explained"

@@ -48,7 +48,7 @@ _HOME = {
     "PacelineError": "paceline.errors",
 }
 
-_MODULES = ("errors", "extend", "ps")
+_MODULES = ("errors", "extend", "ps", "ray")
 
 __all__ = [*_HOME, *_MODULES]
 
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from paceline import errors as errors
     from paceline import extend as extend
     from paceline import ps as ps
+    from paceline import ray as ray
     from paceline.comm.group import Group as Group
     from paceline.control.member import Membership as Membership
     from paceline.data.loops import epochs as epochs

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.cluster.ray_cluster import RayCluster
 from support.cluster.slurm_cluster import SlurmCluster
 from support.cluster.ssh_cluster import SshCluster
 
@@ -38,3 +39,11 @@ def slurm(slurm_hosts: SlurmCluster) -> Iterator[SlurmCluster]:
     yield slurm_hosts
     slurm_hosts.mend()
     slurm_hosts.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def ray_hosts() -> Iterator[RayCluster]:
+    """A Ray cluster that all files share, because it is slow to start: head on a, nodes b and c; d
+    is no node. Every test must leave it free and whole."""
+    with RayCluster("a", "b", "c", spare=("d",)) as made:
+        yield made

@@ -180,7 +180,7 @@ def test_an_elastic_job_outlives_a_host_and_takes_another(bench: Bench) -> None:
     added = bench.cluster["a"].run([*hosts, "add", "c:1"], env=bench.own)
     assert added.returncode == 0 and "host c is in the job" in added.stdout, added
     bench.cluster["b"].power_off()
-    bench.wait_for_line("lost with host b")
+    bench.wait_for_line("host b is lost")
     bench.wait_for_line("worker 1 (host c")
     listed = bench.cluster["a"].run(hosts, env=bench.own).stdout
     assert "b (1 slot): no process; lost" in listed and "c (1 slot): rank 1" in listed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from support.cluster.host_job import TRAIN
 
 pytestmark = pytest.mark.cluster
 PACELINE = [sys.executable, "-m", "paceline"]
@@ -68,6 +71,13 @@ class Desk:
     def output(self, job: str) -> str:
         path = self.path / "runs" / f"train-{job}.log"
         return path.read_text() if path.exists() else ""
+
+    def wait_for(self, job: str, words: str, within_s: float = 60) -> None:
+        """Wait until a job has printed these words."""
+        deadline = time.monotonic() + within_s
+        while words not in self.output(job):
+            assert time.monotonic() < deadline, self.output(job)
+            time.sleep(0.05)
 
     def submit(self, *words: str) -> str:
         done = self.paceline("run", "--on", "slurm", *words)
@@ -136,6 +146,21 @@ def test_dry_run_prints_a_valid_script_and_submits_nothing(desk):
     assert subprocess.run([bash, "-n"], input=done.stdout, text=True, check=False).returncode == 0
     assert not (desk.path / "runs").exists()
     assert desk.slurm.run("squeue", "-h").stdout == ""
+
+
+def test_elastic_training_continues_through_a_lost_node(desk):
+    """The batch script and its steps have --no-kill: Slurm keeps the job without the node."""
+    words = ["-N", "2", "-n", "4", "--on-loss", "shrink", "--min", "1", "--env", "STEPS=300"]
+    job = desk.submit(*words, desk.script(TRAIN))
+    desk.wait_for(job, "step 10")
+    assert "b (2 slots): ranks 0-1" in desk.output(job)
+    desk.slurm["c"].power_off()
+    text = desk.wait(job, within_s=120)
+    assert text.count("lost: host c is lost (") >= 2, text  # workers 2 and 3
+    assert not re.search(r"worker \d \(host b, pid \d+\) lost", text), text
+    done = [line for line in text.splitlines() if "] done" in line]
+    assert {line.split("]")[0] for line in done} == {"[0", "[1"}, text
+    assert "4 ranks, failed" not in text
 
 
 @pytest.mark.slow

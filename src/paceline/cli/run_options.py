@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import slurm_options
+from paceline.cli import kubernetes_options, ray_options, slurm_options
 
 
 def run(
@@ -232,12 +232,27 @@ def run(
     time: slurm_options.Time = None,
     partition: slurm_options.Partition = None,
     sbatch: slurm_options.Sbatch = None,
+    image: kubernetes_options.Image = None,
+    flavour: kubernetes_options.Flavour = None,
+    namespace: kubernetes_options.Namespace = None,
+    name: kubernetes_options.Name = None,
+    cpus: kubernetes_options.Cpus = None,
+    memory: kubernetes_options.Memory = None,
+    gpus: kubernetes_options.Gpus = None,
+    volume: kubernetes_options.Volumes = None,
+    secret: kubernetes_options.Secret = None,
+    retries: kubernetes_options.Retries = None,
+    output: kubernetes_options.Output = None,
+    resources: ray_options.Resources = None,
+    placement: ray_options.Strategy = None,
+    wait: ray_options.Wait = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, and exit.")
     ] = False,
 ) -> None:
     from paceline.cli.dry_run import dry_run as print_plan
     from paceline.cli.run import run as run_job
+    from paceline.launcher.engines.kubernetes.pods import kubernetes_hosts
     from paceline.launcher.engines.slurm_allocation import slurm_hosts
     from paceline.launcher.hosts.host_list import chosen_hosts, parse_host_names
     from paceline.launcher.hosts.placement import num_slots
@@ -249,18 +264,31 @@ def run(
     from paceline.runtime.mesh import Mesh
 
     grid = None if mesh is None else Mesh.parse(mesh)
-    del nodes, time, partition, sbatch  # slurm_options reads them from the context
+    # The modules of their options read these from the context.
+    del nodes, time, partition, sbatch, resources, placement, wait
+    del image, flavour, namespace, name, cpus, memory, gpus, volume, secret, retries, output
     is_for_queue = slurm_options.check(context.params)
+    is_for_pods = kubernetes_options.check(context.params)
+    ray = ray_options.check(context.params)
+    wanted = num_workers if grid is None or num_workers is not None else grid.num_workers
     if is_for_queue:
-        wanted = num_workers if grid is None or num_workers is not None else grid.num_workers
         asked = slurm_options.request(context.params, wanted, script)
         where, engine = asked.placeholders(), "slurm"
+    elif is_for_pods:
+        words = slurm_options.arguments(context, kubernetes_options.NOT_IN_PODS)
+        asked = kubernetes_options.request(context.params, wanted, script, words)
+        where, engine = asked.hosts(), "kubernetes"
+        python = None  # it is that of the image
     else:
         where, engine = chosen_hosts(hosts, hostfile), "ssh"
+    if not where and on is None:
+        where, engine = kubernetes_hosts(inherited_environ()), "kubernetes"
     if not where and on is None:
         where, engine = slurm_hosts(inherited_environ()), "slurm"
     if num_workers is None:
         num_workers = num_slots(where) or 1 if grid is None else grid.num_workers
+    if ray is not None:
+        where, engine = ray.placeholders(num_workers), "ray"
     planned = plan_servers(
         servers, num_workers=num_workers, replicas=replicas, threads=server_threads
     )
@@ -268,6 +296,7 @@ def run(
         target=script,
         arguments=tuple(arguments or ()),
         is_module=module,
+        is_in_image=is_for_pods,
         num_workers=num_workers,
         threads_per_worker=threads,
         servers=planned,
@@ -289,12 +318,14 @@ def run(
             restarts=restarts,
             mesh=grid,
             is_detached=detach,
+            is_elastic=ray is not None and data_workers == "0",
         ),
         grace_s=grace_s,
         is_detached=detach,
         has_template=not no_template,
         hosts=where,
         engine=engine,
+        ray=ray,
         servers_on=() if servers_on is None else parse_host_names(servers_on, "--servers-on"),
         sync=sync,
         encrypt=not no_encrypt,
@@ -304,6 +335,8 @@ def run(
     )
     if is_for_queue:
         raise typer.Exit(slurm_options.submit(context, asked))
+    if is_for_pods:
+        raise typer.Exit(kubernetes_options.submit(context, asked))
     raise typer.Exit(print_plan(spec) if dry_run else run_job(spec))
 
 

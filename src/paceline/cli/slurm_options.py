@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,14 +15,17 @@ On = Annotated[
     str | None,
     typer.Option(
         "--on",
-        metavar="slurm|local",
-        help="slurm: submit the job to Slurm; local: use this host only, also inside an allocation"
-        " of Slurm. Default: the allocation, if there is one.",
+        metavar="slurm|ray[://HOST:PORT]|kubernetes|local",
+        help="slurm: submit the job to Slurm; ray: run on the nodes of a Ray cluster; kubernetes:"
+        " run in pods of --image; local: use this host only, also inside an allocation of Slurm."
+        " Default: the allocation, if there is one.",
     ),
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option("-N", "--nodes", metavar="N", help="With --on slurm: number of nodes."),
+    typer.Option(
+        "-N", "--nodes", metavar="N", help="With --on slurm: number of nodes; kubernetes: pods."
+    ),
 ]
 Time = Annotated[
     str | None,
@@ -55,8 +59,12 @@ _NOT_TOGETHER = {
 def check(values: dict[str, Any]) -> bool:
     """Return whether the job is for Slurm's queue; raises ConfigError for what does not fit."""
     on = values["on"]
-    if on not in (None, "slurm", "local"):
-        raise ConfigError(f"--on {on[:40]!r}: expected slurm or local")
+    from paceline.launcher.engines.ray.request import is_for_ray  # not for `paceline --version`
+
+    if on not in (None, "slurm", "kubernetes", "local") and not is_for_ray(on):
+        raise ConfigError(f"--on {on[:40]!r}: expected slurm, ray, kubernetes or local")
+    if on == "kubernetes":
+        return False
     if on == "slurm":
         for name, why in _NOT_TOGETHER.items():
             if values[name]:
@@ -94,7 +102,7 @@ def submit(context: typer.Context, asked: Any) -> int:
     values = context.params
     activation = values["activate"]
     python = values["python"] or ("python" if activation is not None else sys.executable)
-    text = slurm_script.batch_script(asked, python, _arguments(context), activation)
+    text = slurm_script.batch_script(asked, python, arguments(context, _OWN), activation)
     if values["dry_run"]:
         sys.stdout.write(text)
     else:
@@ -102,15 +110,15 @@ def submit(context: typer.Context, asked: Any) -> int:
     return 0
 
 
-def _arguments(context: typer.Context) -> list[str]:
-    """Return the words of `paceline run` inside of the job, without the options for Slurm."""
+def arguments(context: typer.Context, without: Collection[str]) -> list[str]:
+    """Return the words of `paceline run` inside of the job, `without` the options around it."""
     from paceline.launcher.engines.slurm_script import GRACE_S
 
     words: list[str] = []
     for parameter in context.command.params:
         name, value = parameter.name, context.params.get(parameter.name or "")
         source = context.get_parameter_source(name or "")
-        if parameter.param_type_name != "option" or name in _OWN:
+        if parameter.param_type_name != "option" or name in without:
             continue
         if source is None or source.name == "DEFAULT":
             continue

@@ -29,6 +29,7 @@ from paceline.control.coordinator.coordinator import Coordinator
 from paceline.control.transport.auth import load_secret
 from paceline.launcher.environment import SERVER_PATIENCE_S, JobAddresses
 from paceline.launcher.hang import HangWatch
+from paceline.launcher.hosts.host_list import HostSlots
 from paceline.launcher.hosts.job_hosts import JobHosts
 from paceline.launcher.job_registry import FoundJob, new_job_id
 from paceline.launcher.job_resources import JobResources
@@ -76,7 +77,7 @@ class LocalJob:
         self._board = Board(spec.process_names)
         callbacks = (self.on_end, self._on_change)
         self._hosts = JobHosts(spec, environ, self._job_id, display, *callbacks, log=say)
-        self._hosts.on_interrupt = self._on_interrupt
+        self._hosts.on_interrupt = self.on_agent_asked
         self._processes = self._hosts.processes
         self._starting: asyncio.Future[None] | None = None
         steps = spec.trace_in(environ)
@@ -301,6 +302,11 @@ class LocalJob:
             f"{process.name}: {process.status}; the job continues with {left} of {total} data"
             " workers"
         )
+
+    def on_agent_asked(self, number: signal.Signals, host: HostSlots) -> None:
+        """Stop the job because the agent of a host was asked to: SIGPWR is not for workers."""
+        del number, host
+        self._on_interrupt(signal.SIGTERM)
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts.append(number)

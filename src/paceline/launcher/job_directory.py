@@ -28,6 +28,7 @@ from paceline.launcher.processes.guard_main import job_processes
 _NEW, _READY = "new", "job"
 _KEPT = "detached"
 _CREATION_S = 60.0
+_ROOM_BYTES = 64 << 10  # for what a job writes there
 
 
 def _prefix(stage: str) -> str:
@@ -43,6 +44,8 @@ class JobDirectory:
             born = Path(tempfile.mkdtemp(prefix=_prefix(_NEW), dir=base))
             self._lock_fd = os.open(born / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._lock_fd, 0, _ROOM_BYTES)  # fails here if the disk is full
+            os.ftruncate(self._lock_fd, 0)
             self.path = base / born.name.replace(_prefix(_NEW), _prefix(_READY), 1)
             born.rename(self.path)
         except OSError as error:

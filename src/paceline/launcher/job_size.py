@@ -176,13 +176,17 @@ def plan_changes(
     restarts: int | None = None,
     mesh: Mesh | None = None,
     is_detached: bool = False,
+    is_elastic: bool = False,
 ) -> ElasticPlan | None:
     """Read the options of the command line; None if none of them was given.
 
-    A detached job is elastic too: `paceline attach` needs the journal of its coordinator.
+    A detached job is elastic too: `paceline attach` needs the journal of its coordinator. With
+    `is_elastic`, of a job on Ray, it is elastic in any case, and continues with a single unit.
     """
     given = (min_workers, max_workers, max_servers, on_loss, restarts)
-    if all(option is None for option in given) and servers.replicas == 1 and not is_detached:
+    if is_elastic and min_workers is None and on_loss is None:
+        min_workers = min(num_workers, 1 if mesh is None else mesh.unit_size)
+    elif all(option is None for option in given) and servers.replicas == 1 and not is_detached:
         return None
     plan = ElasticPlan(
         min_workers=num_workers if min_workers is None else min_workers,

@@ -37,11 +37,22 @@ def failure_report(
     """Return the report: the first cause with its last output, then a line per other process."""
     how = f"{first.status}, {why_killed}" if why_killed else str(first.status)
     where = _where(first, log_hint)
-    text = [f"paceline: {first.name} failed first: {how} after {first.ran_s:.1f} s ({where})"]
+    text = _frozen_lines(results) if first.is_consequence else []
+    text += [f"paceline: {first.name} failed first: {how} after {first.ran_s:.1f} s ({where})"]
     text += [f"  | {line}" for line in last_output(first)]
     for line, those in _grouped(results, first).items():
         text.append(f"paceline: {names(those)}: {line}")
     return "\n".join(text)
+
+
+def _frozen_lines(results: Sequence[ProcessResult]) -> list[str]:
+    """Return a line for each process that was frozen, which the others gave up."""
+    return [
+        f"paceline: {result.name} was frozen (SIGSTOP or a debugger), and the other processes gave"
+        f" it up ({_where(result, '')})"
+        for result in results
+        if result.was_frozen
+    ]
 
 
 def _where(result: ProcessResult, log_hint: str) -> str:

@@ -144,6 +144,14 @@ def _hosts(given: _Given) -> dict[str, ConfigValue]:
     if not spec.hosts:
         return {}
     encrypt_origin = given.variable("PACELINE_ENCRYPT") or DEFAULT
+    ray = {}
+    if spec.ray is not None:
+        ray = {
+            "ray_address": given.option("on", spec.ray.address),
+            "resources": given.option("resources", dict(spec.ray.resources)),
+            "placement": given.option("placement", spec.ray.strategy),
+            "wait_s": given.option("wait", spec.ray.wait_s),
+        }
     if not spec.encrypt:
         encrypt_origin = COMMAND_LINE
     return {
@@ -153,6 +161,7 @@ def _hosts(given: _Given) -> dict[str, ConfigValue]:
         "encrypt": ConfigValue(spec.encryption_in(given.environ), encrypt_origin),
         "python": given.option("python", spec.remote_python_in(given.environ)),
         "activate": given.option("activate", spec.activate),
+        **ray,
     }
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError, UsageError
+from paceline.launcher.engines.ray.request import RayRequest
 from paceline.launcher.hosts.host_list import HostSlots
 from paceline.launcher.hosts.placement import Placement
 from paceline.launcher.job_size import MAX_WORKERS, ElasticPlan, ServerPlan, check_data_workers
@@ -49,7 +50,8 @@ RESERVED = frozenset(
         *("PACELINE_ROLE", "PACELINE_COORDINATOR", "PACELINE_JOB", "PACELINE_SECRET_FILE"),
         *("PACELINE_SERVERS", "PACELINE_NUMBER", "PACELINE_JOINS", "PACELINE_ELASTIC"),
         *("PACELINE_ON_LOSS", "PACELINE_PARTITIONS", "PACELINE_REPLICAS"),
-        "PACELINE_DATA_WORKERS",
+        *("PACELINE_DATA_WORKERS", "PACELINE_PODS", "PACELINE_POD_JOB"),
+        "PACELINE_POD_SECRET_FILE",
     )
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -64,6 +66,7 @@ class RunSpec:
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    is_in_image: bool = False  # the target is not on this machine, and cannot be checked
     num_workers: int
     threads_per_worker: int | None = None
     servers: ServerPlan = ServerPlan()
@@ -80,7 +83,8 @@ class RunSpec:
     is_detached: bool = False
     has_template: bool = True  # processes may be forked from a template
     hosts: tuple[HostSlots, ...] = ()
-    engine: str = "ssh"  # "slurm": hosts are nodes of an allocation; see launcher/engines
+    engine: str = "ssh"  # what the hosts are, and how agents get there; see launcher/engines
+    ray: RayRequest | None = None  # with the engine "ray", which finds the hosts later
     servers_on: tuple[str, ...] = ()  # names of hosts; (): those with workers
     sync: bool = False  # copy the project to the other hosts
     encrypt: bool = True  # between hosts
@@ -94,9 +98,9 @@ class RunSpec:
         _check_count("-n", self.num_workers, at_most=MAX_WORKERS)
         if self.threads_per_worker is not None:
             _check_count("--threads-per-worker", self.threads_per_worker, at_most=4096)
-        if self.is_module:
+        if self.is_module and not self.is_in_image:
             _check_module(self.target)
-        else:
+        elif not self.is_in_image:
             _check_script(self.target)
         for text in (self.target, *self.arguments, *self.env.values()):
             if "\0" in text:
@@ -218,6 +222,10 @@ class RunSpec:
         found = self.remote_python or inherited.get("PYTHON", "").strip()
         return found or ("python" if self.activate is not None else sys.executable)
 
+    def names_remote_python(self, inherited: Mapping[str, str]) -> bool:
+        """Return whether the interpreter for other hosts was given, and is not this one's path."""
+        return bool(self.remote_python or inherited.get("PYTHON", "").strip() or self.activate)
+
     def command(self, name: ProcessName) -> Command:
         """Return what a process of this name runs."""
         kind = "server" if name.is_server else "module" if self.is_module else "script"
@@ -257,8 +265,8 @@ def check_host_options(spec: RunSpec) -> None:
         return
     if spec.sync and spec.engine != "ssh":
         raise ConfigError(
-            "--sync inside an allocation of Slurm: its nodes share their directories; leave out"
-            " --sync"
+            "--sync is for hosts with ssh: the nodes of Slurm share their directories, and `ray job"
+            " submit --working-dir` copies one to the nodes of Ray; leave out --sync"
         )
     if spec.servers_on and spec.servers.is_colocated:
         raise ConfigError(
@@ -296,6 +304,11 @@ def _check_count(option: str, count: int, *, at_most: int) -> None:
 
 def _check_script(target: str) -> None:
     path = Path(target)
+    if not os.access(path.parent, os.X_OK) and path.parent.is_dir():
+        raise ConfigError(
+            f"{target}: this user may not enter the directory {path.parent.absolute()}; check its"
+            " permissions (chmod o+x), or those of the image"
+        )
     if path.is_dir():
         raise ConfigError(
             f"{target}: is a directory; name the script in it, or use -m for a package"

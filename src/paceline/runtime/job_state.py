@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -55,6 +56,7 @@ class Job:
     carried: dict[str, Any] = field(default_factory=dict)  # the script's objects, by name
     closers: list[Callable[[], None]] = field(default_factory=list)  # called before leaving
     num_checkpoints: int = 0  # made by the script, for their names
+    last_checkpoint: Path | None = None  # that was saved, or from which this job resumed
     mesh: Mesh | None = None  # None: each worker has a full model
     # On a mesh: for each flag, whether it is set on any process of this unit.
     ask_unit: Callable[[list[bool]], list[bool]] = lambda flags: flags

@@ -71,12 +71,12 @@ def process_names(
 
 
 def names(chosen: Iterable[ProcessName]) -> str:
-    """Return a short list of several processes: "ranks 0-2, 5 and server 1"."""
-    groups: dict[str, list[int]] = {}
-    for name in chosen:
-        groups.setdefault(name.noun, []).append(name.number)
+    """Return a short list of several processes, each once: "ranks 0-2, 5 and server 1"."""
+    groups: dict[str, set[int]] = {}
+    for name in chosen:  # a process and its replacement have the same number
+        groups.setdefault(name.noun, set()).add(name.number)
     words = [
-        f"{noun if len(numbers) == 1 else noun + 's'} {_span(numbers)}"
+        f"{noun if len(numbers) == 1 else noun + 's'} {_span(sorted(numbers))}"
         for noun, numbers in groups.items()
     ]
     return " and ".join(words)

@@ -160,7 +160,7 @@ class Host:
         return [
             process
             for process in self.processes()
-            if process.environ.get("PACELINE_JOB", "") == job
+            if process.environ.get("PACELINE_JOB") == job
             or "paceline" in process.command
             or (not job and "PACELINE_JOB" in process.environ)
         ]

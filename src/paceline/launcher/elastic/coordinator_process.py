@@ -177,10 +177,19 @@ class CoordinatorProcess:
         assert self._operator is not None
         return await asyncio.to_thread(self._operator.reserve, role, number)
 
+    async def status(self) -> Status:
+        """Return the job as the coordinator sees it."""
+        assert self._operator is not None
+        return await asyncio.to_thread(self._operator.status)
+
     async def wanted(self) -> Sequence[Wanted]:
         """Return the processes that the launcher shall start."""
+        return (await self.status()).wanted
+
+    async def scale(self, workers: int) -> None:
+        """Have that many workers from now on."""
         assert self._operator is not None
-        return (await asyncio.to_thread(self._operator.status)).wanted
+        await asyncio.to_thread(self._operator.scale, workers)
 
     def report_end(self, rank: int, text: str, kind: LossKind | None) -> None:
         if self._operator is not None:

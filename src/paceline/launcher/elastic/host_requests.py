@@ -49,6 +49,11 @@ async def answer(job: ElasticJob, request: HostsWanted) -> None:
     """Carry out a request and answer it; fill open slots if there is another host."""
     hosts: ChangingHosts = NoHosts() if job.hosts.placement is None else job.hosts
     try:
+        if job.hosts.supply is not None and request.action != "list":
+            raise ConfigError(
+                f"hosts {request.action} {request.host}: {job.hosts.supply.name} chooses the hosts"
+                " of this job; use `paceline scale`, or add and remove nodes of the cluster"
+            )
         text = await carry_out(hosts, request)
     except PacelineError as error:
         job.control.answer_hosts(request.request, str(error), type(error).__name__)

@@ -17,7 +17,7 @@ Threads: everything runs in the launcher's loop on the main thread, as in launch
 from __future__ import annotations
 
 import asyncio
-import socket
+import signal
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -30,11 +30,14 @@ from paceline.control.transport.auth import load_secret
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.elastic.coordinator_process import CoordinatorProcess, policy_of
 from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
+from paceline.launcher.elastic.guests import await_guests
 from paceline.launcher.elastic.host_requests import answer
-from paceline.launcher.elastic.loss_policy import LEAVE_S, LossPolicy
+from paceline.launcher.elastic.loss_policy import LossPolicy
 from paceline.launcher.elastic.replacements import Newcomers, Slot
+from paceline.launcher.elastic.supply import HostSupply
 from paceline.launcher.elastic.task_set import TaskSet
 from paceline.launcher.environment import SERVER_PATIENCE_S
+from paceline.launcher.hosts.host_list import HostSlots
 from paceline.launcher.job import LocalJob
 from paceline.launcher.job_registry import FoundJob, ProcessRecord, record_process
 from paceline.launcher.job_size import ElasticPlan
@@ -46,11 +49,10 @@ from paceline.observe.display.display import Display
 from paceline.observe.display.lines import printable
 from paceline.observe.telemetry.events import Event, MembershipEvent, ProgressReport, Resumed
 from paceline.runtime import coordinator_main
-from paceline.runtime.config import EngineConfig, bind_address, process_start
+from paceline.runtime.config import EngineConfig, bind_address
 from paceline.runtime.process_names import ProcessName
 
 _POLL_S = 0.25
-_REPORT_S = 2.0  # a longer wait for a process is reported
 _SETTLE_S = 1.0  # for tasks that are under way when the job is over
 
 
@@ -83,6 +85,7 @@ class ElasticJob(LocalJob):
         self._is_adopted = adopted is not None
         self._tasks = TaskSet(self._on_task_done)
         self._polling: asyncio.Task[None] | None = None
+        self._supply: HostSupply | None = None
         self.is_ending = False
         self._over = ""
 
@@ -136,6 +139,8 @@ class ElasticJob(LocalJob):
     async def _close_control(self) -> None:
         if self._polling is not None:
             self._polling.cancel()
+        if self._supply is not None:
+            self._supply.close()
         self.hosts.expect_no_more()
         await self.control.close()
 
@@ -185,11 +190,22 @@ class ElasticJob(LocalJob):
         for rank in self._ended_unwatched:
             if self.was_member(rank):
                 self.control.report_end(rank, "it ended without a supervisor", LossKind.ENDED)
+        if self.hosts.supply is not None:
+            self._supply = HostSupply(self, self.hosts.supply)
+
+    def on_agent_asked(self, number: signal.Signals, host: HostSlots) -> None:
+        if number == signal.SIGPWR and self._supply is not None:
+            self.start_task(self._supply.leave(host))
+        else:
+            super().on_agent_asked(number, host)
 
     # -- newcomers ---------------------------------------------------------------------------
 
     def on_wanted(self, wanted: Wanted) -> None:
         slot = (int(wanted.role == "server"), wanted.number)
+        name = ProcessName(-1, wanted.number, wanted.role == "server", is_newcomer=True)
+        if self._supply is not None and not self._supply.has_room(name):
+            return
         if self.newcomers.may_fill(slot):
             self.start_task(self._fill(slot))
 
@@ -229,7 +245,8 @@ class ElasticJob(LocalJob):
             self.is_ending = self.newcomers.is_closed = True
             await self._tasks.finish(_SETTLE_S)
         if not self._over and not self.processes.failures() and not self._interrupts:
-            await self._await_guests()
+            guests = [self.event_log.members[rank] for rank in self._policy.left - self._started]
+            await await_guests(guests, lambda: bool(self._interrupts), self.log)
             await self._await_servers()
 
     def _is_over(self) -> bool:
@@ -243,24 +260,6 @@ class ElasticJob(LocalJob):
         membership = self.event_log.membership
         workers = membership.workers if membership is not None else ()
         return set(workers) - self._started - self._policy.left - self.event_log.lost_ranks
-
-    async def _await_guests(self) -> None:
-        """Wait for workers that `paceline join` started on this host and that have left.
-
-        They were not asked to stop, so --grace does not count: on a busy machine an exit is slow.
-        """
-        started_s, was_reported = time.monotonic(), False
-        guests = [self.event_log.members[rank] for rank in self._policy.left - self._started]
-        here = [guest for guest in guests if guest.hostname == socket.gethostname()]
-        while late := [guest for guest in here if process_start(guest.pid)]:
-            waited_s = time.monotonic() - started_s
-            if self._interrupts or waited_s > LEAVE_S:
-                return
-            if waited_s > _REPORT_S and not was_reported:
-                was_reported = True
-                names = ", ".join(self.event_log.name(guest.rank) for guest in late)
-                self.log(f"waiting for {names} to exit")
-            await asyncio.sleep(0.05)
 
     async def _poll(self) -> None:
         """Check every process a few times per second, and report to the coordinator."""
@@ -348,6 +347,8 @@ class ElasticJob(LocalJob):
         elif isinstance(news, Unwanted) and self.was_member(news.rank):
             self._policy.on_dismissed(news.rank)
             self.log(f"{self.event_log.name(news.rank)} is no longer wanted, and leaves")
+            if self._supply is not None:
+                self.start_task(self._supply.give_back())
         elif isinstance(news, Remark):
             self.log(news.text)
         elif isinstance(news, HostsWanted):

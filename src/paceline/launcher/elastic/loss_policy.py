@@ -79,6 +79,8 @@ class LossPolicy:
         if process is None:  # of another host, or already removed
             self._job.log_loss(rank, why, kind)
         elif process.is_running:
+            if kind is LossKind.UNREACHABLE and rank not in self._given_up:
+                self._on_unreachable(process.name, why)
             self._given_up.add(rank)
             if not process.is_exiting:
                 self._evicted[rank] = (why, kind)
@@ -201,11 +203,22 @@ class LossPolicy:
         if not job.newcomers.on_failed(name.slot):
             return
         text = f"{MAX_FAILED_STARTS} newcomers in a row ended before they joined as"
-        text = f"{text} {name.role} {name.number}, the last one: {why}"
-        if job.plan.on_loss == "replace" and not name.is_server:
-            job.end_job(text)
+        self._give_up(name, f"{text} {name.role} {name.number}, the last one: {why}")
+
+    def _on_unreachable(self, name: ProcessName, why: str) -> None:
+        """Let the replacement run on another host; end a job that gets no further with any."""
+        job = self._job
+        job.hosts.avoid_host_of(name)
+        if job.newcomers.on_unreachable(name.slot, job.event_log.step):
+            text = f"{name.role} {name.number} and its replacements could not be reached"
+            self._give_up(name, f"{text} {MAX_FAILED_STARTS} times without a step, at last: {why}")
+
+    def _give_up(self, name: ProcessName, text: str) -> None:
+        """Start no further newcomer for a slot; end the job if it waits for one."""
+        if self._job.plan.on_loss == "replace" and not name.is_server:
+            self._job.end_job(text)
         else:
-            job.log(f"{text}; no further one is started")
+            self._job.log(f"{text}; no further one is started")
 
     def _remove(self, process: RankProcess) -> ProcessResult:
         self._job.monitor.remove(process)

@@ -2,7 +2,7 @@
 
 The launcher reserves a rank at the coordinator, then starts the process. A script that crashes
 before it joins would be replaced for ever: after a few failed starts in a row the slot, with those
-of its unit, is given up.
+of its unit, is given up. So is a slot whose processes cannot be reached by the other members.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Newcomers:
         self._unit_size = unit_size  # workers that join together
         self._reserving: set[Slot] = set()  # slots for which no rank is reserved yet
         self._failed: Counter[Slot] = Counter()  # in a row, by the first slot of a unit
+        self._unreachable: dict[Slot, tuple[int, int]] = {}  # losses in a row, at which step
         self.is_closed = False
 
     def may_fill(self, slot: Slot) -> bool:
         """Return whether a newcomer may be started for this slot, and none is on its way."""
-        is_given_up = self._failed[self._first(slot)] >= MAX_FAILED_STARTS
+        num_unreachable = self._unreachable.get(slot, (0, 0))[0]
+        is_given_up = max(self._failed[self._first(slot)], num_unreachable) >= MAX_FAILED_STARTS
         return not (self.is_closed or is_given_up or slot in self._reserving)
 
     async def fill(self, slot: Slot) -> None:
@@ -58,9 +60,17 @@ class Newcomers:
         self._failed[self._first(slot)] += 1
         return self._failed[self._first(slot)] >= MAX_FAILED_STARTS
 
+    def on_unreachable(self, slot: Slot, step: int) -> bool:
+        """Count a member that others could not reach, while the job was at this step; return
+        whether its slot is given up: there was no step since the loss of its predecessors."""
+        count, before = self._unreachable.get(slot, (0, step))
+        self._unreachable[slot] = (count + 1 if step == before else 1, step)
+        return self._unreachable[slot][0] >= MAX_FAILED_STARTS
+
     def forgive(self) -> None:
         """Try slots again that were given up: the job has another host."""
         self._failed.clear()
+        self._unreachable.clear()
 
     def on_joined(self, slot: Slot) -> None:
         self._failed.pop(self._first(slot), None)

@@ -10,6 +10,8 @@ from pathlib import Path
 from paceline.errors import LaunchError
 from paceline.launcher.engines.agent_command import AgentPlace
 from paceline.launcher.engines.engine import Engine
+from paceline.launcher.engines.kubernetes.engine import KubernetesEngine
+from paceline.launcher.engines.ray.engine import RayEngine
 from paceline.launcher.engines.slurm import SlurmEngine
 from paceline.launcher.engines.ssh import SshEngine
 from paceline.launcher.engines.sync import sync_project
@@ -27,23 +29,28 @@ class EngineSettings:
     environ: Mapping[str, str]
     directory: Path
     place: AgentPlace
+    job_id: str = ""
 
 
 # By RunSpec.engine. A new engine is one file beside ssh.py, and one line here.
 ENGINES: dict[str, Callable[[EngineSettings], Engine]] = {
     "ssh": lambda given: SshEngine(given.spec.hosts, given.place, given.directory),
+    "kubernetes": lambda given: KubernetesEngine(given.spec.hosts, given.place, given.environ),
     "slurm": lambda given: SlurmEngine(given.spec.hosts, given.place, given.environ),
+    "ray": lambda given: RayEngine(given.spec, given.place, given.environ, given.job_id),
 }
 
 
-def engine_for(spec: RunSpec, environ: Mapping[str, str], directory: Path) -> Engine:
+def engine_for(
+    spec: RunSpec, environ: Mapping[str, str], directory: Path, job_id: str = ""
+) -> Engine:
     """Return the engine that starts agents on the hosts of a job."""
     place = AgentPlace(
         directory=os.getcwd(),
         python=spec.remote_python_in(environ),
         activation=spec.activate or "",
     )
-    return ENGINES[spec.engine](EngineSettings(spec, environ, directory, place))
+    return ENGINES[spec.engine](EngineSettings(spec, environ, directory, place, job_id))
 
 
 async def prepare_hosts(

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from paceline.errors import LaunchError
 from paceline.launcher.hosts.host_list import HostSlots
 
 
+class LifeLine(Protocol):
+    """The standard input of an agent."""
+
+    def close(self) -> None: ...
+
+
+class ErrorStream(Protocol):
+    """The standard error of an agent."""
+
+    async def readline(self) -> bytes: ...
+
+
+class AgentChild(Protocol):
+    """What runs an agent, as the launcher sees it: a child process, or something like one."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    @property
+    def stdin(self) -> LifeLine | None: ...
+    @property
+    def stderr(self) -> ErrorStream | None: ...
+    async def wait(self) -> int: ...
+    def kill(self) -> None: ...
+
+
 class Engine(Protocol):
     """Starts agents on hosts; the launcher does everything else, the same for all engines."""
 
-    name: str  # "ssh", "slurm"
+    name: str  # "ssh", "slurm", "ray", "kubernetes"
 
     def hosts(self) -> list[HostSlots]:
         """Return the hosts with their slots, in the order of ranks."""
         ...
 
-    async def start_agent(self, host: HostSlots, invitation: bytes) -> asyncio.subprocess.Process:
+    async def start_agent(self, host: HostSlots, invitation: bytes) -> AgentChild:
         """Start an agent on a host and send it the invitation, one line, over its stdin.
 
         The caller keeps the child's stdin open: its end tells the agent that the launcher is gone.
@@ -35,6 +62,28 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End what the engine keeps open between agents."""
+        ...
+
+
+@runtime_checkable
+class SupplyingEngine(Engine, Protocol):
+    """An engine that finds the hosts itself, when the job starts and while it runs."""
+
+    @property
+    def pid(self) -> int | None:
+        """Return the pid of the engine's own child of the launcher, if there is one."""
+        ...
+
+    async def acquire(self, log: Callable[[str], None]) -> list[HostSlots]:
+        """Wait for hosts with room for all processes of the start; raises LaunchError."""
+        ...
+
+    async def next_host(self) -> HostSlots:
+        """Wait for a host whose room has changed, or to which the launcher may connect again."""
+        ...
+
+    def want(self, workers: int, servers: int, busy: Mapping[str, int]) -> None:
+        """Ask for room for so many processes; give back room. `busy`: running workers by host."""
         ...
 
 

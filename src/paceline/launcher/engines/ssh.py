@@ -65,8 +65,9 @@ class SshEngine:
         """Return one sentence: why a child of `start_agent` ended, and what to do."""
         if exit_code == SSH_FAILED:
             return explain_ssh(host, errors)
+        last = f": {errors.strip().splitlines()[-1]}" if errors.strip() else ""
         return self._place_on(host).explain(host.name, exit_code, errors) or (
-            f"the agent on host {host.name} ended with exit code {exit_code}"
+            f"the agent on host {host.name} ended with exit code {exit_code}{last}"
         )
 
     def set_directory(self, host: HostSlots, directory: str) -> None:

@@ -37,10 +37,12 @@ from paceline.launcher.host import ProcessHost
 from paceline.launcher.hosts import messages as m
 from paceline.launcher.hosts.host_environment import environ_on_host
 from paceline.launcher.hosts.reach import ProbeListener, local_addresses, probe
+from paceline.launcher.hosts.repeated_output import RepeatedOutput
 from paceline.launcher.job_directory import JobDirectory
 from paceline.launcher.job_registry import JobFacts, decode_spec, write_facts
 from paceline.launcher.processes.guard import Guard
 from paceline.launcher.processes.monitor import ProcessMonitor
+from paceline.launcher.processes.output import OutputSink
 from paceline.launcher.processes.process import ProcessOutput, RankProcess
 from paceline.launcher.processes.table import ProcessTable
 from paceline.launcher.spec import RunSpec
@@ -56,6 +58,7 @@ from paceline.runtime.machine import memory, processor_s, usable_cores
 
 _CONNECT_S = 8.0
 _POLL_S = 0.25
+_STOPPED_S = 35  # after the launcher has given the host up (remote_host.py)
 _BACKLOG_BYTES = 4 << 20  # while the launcher has more to read, no output is read
 _decoder: msgspec.msgpack.Decoder[m.ToAgent] = msgspec.msgpack.Decoder(m.ToAgent)
 
@@ -86,7 +89,9 @@ class Agent:
                 problems = self._prepare(held)
                 self._send(self._facts(reached, probes.addresses, problems))
                 self._watch_stdin()
-                asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_terminate)
+                for number in (signal.SIGTERM, signal.SIGPWR):
+                    handler = asyncio.get_running_loop().add_signal_handler
+                    handler(number, self._on_asked, number)
                 self._start_task(self._listen())
                 self._start_task(self._poll())
                 await self._over.wait()
@@ -141,7 +146,7 @@ class Agent:
             directory = held.enter_context(JobDirectory(Path(runtime_dir(self._environ))))
             self._secret_file = directory.path / "secret"
             write_private(self._secret_file, self._invitation.secret.encode() + b"\n")
-            guard = Guard(self._invitation.job_id, directory.path)
+            guard = Guard(self._invitation.job_id, directory.path, stopped_s=_STOPPED_S)
         except PacelineError as error:
             return [str(error)]
         self._host = self._open_host(spec)
@@ -151,10 +156,15 @@ class Agent:
         return []
 
     def _open_host(self, spec: RunSpec) -> ProcessHost:
+        def sink(process: RankProcess) -> OutputSink:
+            forwarded = ForwardedOutput(process, self._channel, self._send)
+            has_logs = spec.engine == "ray"  # those of the actor that runs this agent
+            return RepeatedOutput(process.name, forwarded) if has_logs else forwarded
+
         return ProcessHost(
             spec,
             self._processes,
-            lambda process: ForwardedOutput(process, self._channel, self._send),
+            sink,
             lambda: None,
             log=lambda text: self._send(m.Said(text)),
         )
@@ -192,9 +202,9 @@ class Agent:
 
         loop.add_reader(fd, on_readable)
 
-    def _on_terminate(self) -> None:
-        """Let the launcher end the job: workers may save first. It ends this agent, too."""
-        self._send(m.AskedToStop(signal.SIGTERM))
+    def _on_asked(self, number: signal.Signals) -> None:
+        """Let the launcher decide: workers may save first. It ends this agent, too."""
+        self._send(m.AskedToStop(number))
 
     async def _listen(self) -> None:
         try:

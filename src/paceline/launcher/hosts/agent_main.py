@@ -26,8 +26,9 @@ class _Version(msgspec.Struct):
 
 def main() -> int:
     """Run an agent; return its exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its launcher
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPWR):
+        # It ends with its launcher. Not SIG_IGN: the processes of the job would inherit that.
+        signal.signal(number, lambda *_: None)
     set_prefix(AGENT_PREFIX)
     line = sys.stdin.buffer.readline(MAX_INVITATION_BYTES)
     try:

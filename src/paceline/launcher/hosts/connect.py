@@ -25,7 +25,7 @@ from paceline.control.transport.auth import Hello, Session
 from paceline.control.transport.channel import Channel
 from paceline.control.transport.sockets import die_soon, join_address, listen_tcp
 from paceline.errors import LaunchError, SetupError
-from paceline.launcher.engines.engine import Engine
+from paceline.launcher.engines.engine import AgentChild, Engine
 from paceline.launcher.hosts import messages as m
 from paceline.launcher.hosts.host_check import (
     Problem,
@@ -146,10 +146,11 @@ class HostConnector:
             asyncio.ensure_future(self._start_agent(index, host, text)): host.name
             for index, (host, text) in invited.items()
         }
-        pending = set(waits)
+        pending, notice_s = set(waits), _NOTICE_S
         while pending:
-            done, pending = await asyncio.wait(pending, timeout=_NOTICE_S)
+            done, pending = await asyncio.wait(pending, timeout=notice_s)
             if pending and not done:
+                notice_s *= 2  # a pod may be pending for long
                 names = ", ".join(sorted(waits[task] for task in pending))
                 self._log(f"waiting for {self._engine.name} to start agents on {names}")
         return [problem for task in waits for problem in task.result()]
@@ -245,7 +246,7 @@ class AgentCommand:
 
     def __init__(
         self,
-        child: asyncio.subprocess.Process,
+        child: AgentChild,
         remote: RemoteHost,
         log: Callable[[str], None],
     ) -> None:

@@ -42,6 +42,7 @@ class HostSlots:
     slots: int
     user: str = ""
     port: int | None = None
+    server_slots: int | None = None  # places of servers; None: as many as wanted
 
     def __str__(self) -> str:
         """Return the host as it is written in --hosts."""

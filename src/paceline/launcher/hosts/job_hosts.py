@@ -1,8 +1,8 @@
 """The hosts of a job: where each process runs, and all of them in one table.
 
-A job on one machine has one host, this one. With --hosts, or inside an allocation of Slurm, other
-hosts have agents (hosts/connect.py, hosts/remote_host.py). A job asks JobHosts to start, remove and
-end processes, and never needs to know on which host one runs.
+A job on one machine has one host, this one. With --hosts, inside an allocation of Slurm, or on Ray,
+other hosts have agents (hosts/connect.py, hosts/remote_host.py). A job asks JobHosts to start,
+remove and end processes, and never needs to know on which host one runs.
 
 Threads: the launcher's main thread only.
 """
@@ -13,12 +13,14 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.engines.choose import engine_for, prepare_hosts
+from paceline.launcher.engines.engine import Engine, SupplyingEngine
 from paceline.launcher.environment import (
     HostSettings,
     JobAddresses,
@@ -65,14 +67,16 @@ class JobHosts:
         self.here = ProcessHost(spec, self.processes, self._sink, on_change, log=log)
         self.placement: Placement | None = spec.placement
         self._here_index: int | None = None  # of this machine in the placement
+        self._engine: Engine
+        self.supply: SupplyingEngine | None = None  # an engine that finds hosts itself
         self._connector: HostConnector | None = None
         self._remotes: dict[int, RemoteHost] = {}
         self._host_of: dict[int, RemoteHost] = {}  # by rank, of processes on other hosts
+        self._starting: set[tuple[int, int]] = set()  # slots of newcomers
         self.address = DEFAULT_BIND_ADDRESS  # of this machine, for the other hosts
         self._identity: JobIdentity
         self._facts: JobFacts | None = None
-        # Called if the agent of a host was asked to end the job there.
-        self.on_interrupt: Callable[[signal.Signals], None] = lambda _: None
+        self.on_interrupt: Callable[[signal.Signals, HostSlots], None]  # an agent was asked
 
     def _sink(self, process: RankProcess) -> ShownOutput:
         name = process.name
@@ -103,6 +107,8 @@ class JobHosts:
     def _has_processes_here(self) -> bool:
         if self.placement is None:
             return True
+        if self._spec.ray is not None:
+            return False  # each node of Ray has an agent, also the one of the launcher
         here = [i for i, host in enumerate(self.placement.hosts) if is_this_host(host.name)]
         self._here_index = here[0] if here else None
         return self._here_index in self._needed_hosts()
@@ -126,6 +132,9 @@ class JobHosts:
         """Connect to the agents of all other hosts; raises LaunchError with all their problems."""
         if self.placement is None:
             return
+        self._engine = engine_for(self._spec, self._environ, directory, self._job_id)
+        if isinstance(self._engine, SupplyingEngine):
+            await self._acquire(self._engine)
         others = {
             index: host
             for index, host in enumerate(self.placement.hosts)
@@ -133,10 +142,8 @@ class JobHosts:
         }
         if not others:
             return
-        self._engine = engine_for(self._spec, self._environ, directory)
         identity = JobIdentity(self._job_id, secret)
         self._connector = HostConnector(identity, self._engine, self._make_remote, self._log)
-
         self._remotes, self._identity = self._connector.connected.remotes, identity
         commands, own = self._connector, self.here.other_children
         self.here.other_children = lambda: {*own(), *commands.pids}
@@ -144,6 +151,15 @@ class JobHosts:
         self.address = self._connector.connected.launcher
         for line in (*self.placement.lines(), *self.placement.notes()):
             self._log(line)
+
+    async def _acquire(self, supply: SupplyingEngine) -> None:
+        """Wait for the hosts that the engine finds, and place the processes there."""
+        self.supply, own = supply, self.here.other_children
+        self.here.other_children = lambda: {*own(), supply.pid}
+        with self.here.reaping_paused():
+            hosts = await supply.acquire(self._log)
+        self._spec = replace(self._spec, hosts=tuple(hosts))
+        self.placement = self._spec.placement
 
     async def _connect(self, connector: HostConnector, hosts: Mapping[int, HostSlots]) -> None:
         def invitation(index: int, addresses: Iterable[str]) -> bytes:
@@ -163,7 +179,7 @@ class JobHosts:
 
     def _make_remote(self, host: HostSlots) -> RemoteHost:
         remote = RemoteHost(host, self.processes, self._sink, self._changed, log=self._log)
-        remote.on_interrupt = lambda number: self.on_interrupt(signal.Signals(number))
+        remote.on_interrupt = lambda number: self.on_interrupt(signal.Signals(number), host)
         return remote
 
     def publish(self, facts: JobFacts) -> None:
@@ -191,7 +207,11 @@ class JobHosts:
         if remote is None:
             raise LaunchError(f"{name}: its host has no agent")
         sent = sent_environ(self._environ, self._spec, name, where, settings)
-        process = await remote.start(name, sent)
+        self._starting.add(name.slot)
+        try:
+            process = await remote.start(name, sent)
+        finally:
+            self._starting.discard(name.slot)
         self._host_of[name.rank] = remote
         return process
 
@@ -212,12 +232,23 @@ class JobHosts:
 
     def _place_newcomer(self, name: ProcessName) -> None:
         assert self.placement is not None
-        living = [i for i in range(len(self.placement.hosts)) if self._is_living(i)]
-        running = [process.name.slot for process in self.processes.running]
-        host = self.placement.host_for_newcomer(name, living, running)
+        host = self._host_for_newcomer(name)
         if host is None:
             raise LaunchError(f"{name.role} {name.number}: no host has a free slot")
-        self.placement = self.placement.with_newcomer(name, host, running)
+        self.placement = self.placement.with_newcomer(name, host, self._taken())
+
+    def _host_for_newcomer(self, name: ProcessName) -> int | None:
+        assert self.placement is not None
+        living = [i for i in range(len(self.placement.hosts)) if self._is_living(i)]
+        return self.placement.host_for_newcomer(name, living, self._taken())
+
+    def _taken(self) -> set[tuple[int, int]]:
+        """Return the slots of the processes that run or start."""
+        return {*(process.name.slot for process in self.processes.running), *self._starting}
+
+    def avoid_host_of(self, name: ProcessName) -> None:
+        """Let the replacement of a process run on another host, if one has a free slot."""
+        self.placement = self.placement and self.placement.avoiding_host_of(name)
 
     def _address_of(self, index: int) -> str:
         assert self._connector is not None
@@ -257,6 +288,7 @@ class JobHosts:
             index = len(self.placement.hosts) - 1
         else:  # it was lost or removed, and comes back
             await self._connector.disconnect(index)
+            self.placement = self.placement.with_slots(index, host)
         try:
             await self._connect(self._connector, {index: host})
         except LaunchError:
@@ -265,6 +297,29 @@ class JobHosts:
         if self._facts is not None:
             self._remotes[index].publish(self._facts)
         return f"host {host.name} is in the job; workers that join may run there"
+
+    async def accept_host(self, host: HostSlots) -> str:
+        """Take what the engine says about the room on a host; return a line, or "" for none."""
+        assert self.placement is not None
+        names = [one.name for one in self.placement.hosts]
+        index = names.index(host.name) if host.name in names else None
+        if index is not None and self._is_living(index):
+            before = self.placement.hosts[index]
+            self.placement = self.placement.with_slots(index, host)
+            return "" if before == host else f"host {host.name} has room for {host.slots} workers"
+        if not host.slots and not host.server_slots:
+            return ""
+        return await self.add_host(host)
+
+    def has_room(self, name: ProcessName) -> bool:
+        """Return whether a host has a free slot for a newcomer."""
+        return self.placement is None or self._host_for_newcomer(name) is not None
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots on the hosts that live."""
+        hosts = () if self.placement is None else self.placement.hosts
+        return sum(host.slots for index, host in enumerate(hosts) if self._is_living(index))
 
     async def remove_host(self, name: str) -> str:
         """End the processes of a host, which are replaced elsewhere; return a line about it."""
@@ -331,6 +386,8 @@ class JobHosts:
         self.processes.release()
         if self._connector is not None:
             await self._connector.close()
+        elif self.supply is not None:
+            await self.supply.close()
 
     def close(self) -> None:
         """End the template and the guard; call last."""

@@ -124,7 +124,8 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
 
 
 class AskedToStop(msgspec.Struct, frozen=True, tag="stop"):
-    """The agent got this signal: `paceline stop` on its host, or the batch system."""
+    """The agent got SIGTERM: `paceline stop` on its host, or the batch system. Or SIGPWR: only its
+    host is about to go away."""
 
     signal: int
 

@@ -6,8 +6,8 @@ it, because most of the communication is inside units. Servers take turns on the
 workers, or on those of --servers-on; a colocated server is on the host of its worker. Data workers
 take turns on the hosts that have workers. Servers and data workers need no slot.
 
-A SEAT is a host and a local rank there. A process keeps its seat until it ends. A replacement takes
-the seat of its predecessor if that host is alive, else a free one on another host.
+An ASSIGNMENT is a host and a local rank there. A process keeps its assignment until it ends. A
+replacement takes that of its predecessor if the host is alive, else a free one on another host.
 
 All of this is pure: a Placement never changes, and no host is asked.
 """
@@ -27,7 +27,7 @@ _WORKER, _SERVER, _DATA = range(3)
 
 
 @dataclass(frozen=True)
-class Seat:
+class Assignment:
     """A host, and the index of a process among those of its role there."""
 
     host: int
@@ -46,13 +46,14 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """The hosts of a job in order, and the seat of each process; a host is named by its index."""
+    """The hosts of a job in order, and the host of each process; a host is named by its index."""
 
     hosts: tuple[HostSlots, ...]
-    seats: Mapping[Slot, Seat] = field(default_factory=dict)
+    assignments: Mapping[Slot, Assignment] = field(default_factory=dict)
     server_hosts: tuple[int, ...] = ()  # of --servers-on
     replicas: int = 1
     unit_size: int = 1
+    avoided: Mapping[Slot, int] = field(default_factory=dict)  # a host that others cannot reach
 
     @classmethod
     def fill(
@@ -80,34 +81,37 @@ class Placement:
             server_hosts = [index for index, host in enumerate(hosts) if host.name in servers_on]
         else:
             server_hosts = busy if len(busy) >= replicas else list(range(len(hosts)))
-        servers = workers if colocated else _in_turn(server_hosts, num_servers)
+        servers = workers if colocated else _in_turn(_with_room(hosts, server_hosts), num_servers)
         by_role = (workers, servers[:num_servers], _in_turn(busy, num_data_workers))
         return cls(
-            hosts, _seats(by_role), tuple(server_hosts) if servers_on else (), replicas, unit_size
+            hosts, _assign(by_role), tuple(server_hosts) if servers_on else (), replicas, unit_size
         )
 
     # -- where a process is -------------------------------------------------------------------
 
     def host_of(self, name: ProcessName) -> int:
-        """Return the index of the host of a process; KeyError if it has no seat."""
-        return self.seats[name.slot].host
+        """Return the index of the host of a process; KeyError if it has no assignment."""
+        return self.assignments[name.slot].host
 
     def place(self, name: ProcessName) -> HostPlace:
-        """Return the place of a process on its host; KeyError if it has no seat."""
-        seat = self.seats[name.slot]
-        # The seats of lost workers count until others have replaced them.
-        local_world_size = min(self.num_workers(seat.host), self.hosts[seat.host].slots)
+        """Return the place of a process on its host; KeyError if it has no assignment."""
+        assignment = self.assignments[name.slot]
+        # The assignments of lost workers count until others have replaced them.
+        local_world_size = min(self.num_workers(assignment.host), self.hosts[assignment.host].slots)
         if name.is_worker:
-            local_world_size = max(local_world_size, seat.local_rank + 1)
-        return HostPlace(seat.host, len(self.hosts), seat.local_rank, local_world_size)
+            local_world_size = max(local_world_size, assignment.local_rank + 1)
+        return HostPlace(assignment.host, len(self.hosts), assignment.local_rank, local_world_size)
 
     def num_workers(self, host: int) -> int:
-        """Return how many workers have a seat on a host."""
-        return sum(slot[0] == _WORKER and seat.host == host for slot, seat in self.seats.items())
+        """Return how many workers run on a host."""
+        return sum(
+            slot[0] == _WORKER and assignment.host == host
+            for slot, assignment in self.assignments.items()
+        )
 
     def used_hosts(self) -> tuple[int, ...]:
-        """Return the hosts on which a process has a seat."""
-        return tuple(sorted({seat.host for seat in self.seats.values()}))
+        """Return the hosts that have a process."""
+        return tuple(sorted({assignment.host for assignment in self.assignments.values()}))
 
     # -- changes while the job runs -----------------------------------------------------------
 
@@ -119,22 +123,31 @@ class Placement:
         `living` are the hosts that can run a process, `running` the slots (`ProcessName.slot`) of
         the processes that run or start. A replacement returns to the host of its predecessor if
         that is alive. Else a worker goes to the host of its unit if that has a free slot, then to
-        the one with most free slots; a server to the one with fewest servers.
+        the one with most free slots; a server to the one with fewest servers. A host that it has
+        to avoid is taken if no other has a free slot.
         """
+        bad = self.avoided.get(name.slot)
+        if bad in living:
+            others = [host for host in living if host != bad]
+            other = replace(self, avoided={}).host_for_newcomer(name, others, running)
+            if other is not None:
+                return other
         if not living:
             return None
         role = name.slot[0]
-        before = self.seats.get(name.slot)
+        before = self.assignments.get(name.slot)
         count = Counter(
-            self.seats[slot].host
+            self.assignments[slot].host
             for slot in running
-            if slot[0] == role and slot != name.slot and slot in self.seats
+            if slot[0] == role and slot != name.slot and slot in self.assignments
         )
+        if role == _SERVER:
+            living = [host for host in living if self._has_room(host, count[host])]
         if role != _WORKER:
             if before is not None and before.host in living:
                 return before.host
             chosen = [host for host in self.server_hosts if role == _SERVER and host in living]
-            return min(chosen or living, key=lambda host: (count[host], host))
+            return min(chosen or living, key=lambda host: (count[host], host), default=None)
         free = {host: self.hosts[host].slots - count[host] for host in living}
         if before is not None and free.get(before.host, 0) > 0:
             return before.host
@@ -147,21 +160,32 @@ class Placement:
 
         It has the local rank of its predecessor, or the lowest that no running process has there.
         """
-        before = self.seats.get(name.slot)
+        before = self.assignments.get(name.slot)
         taken = {
-            seat.local_rank
-            for slot, seat in self.seats.items()
-            if slot[0] == name.slot[0] and seat.host == host and slot in running
+            assignment.local_rank
+            for slot, assignment in self.assignments.items()
+            if slot[0] == name.slot[0] and assignment.host == host and slot in running
             if slot != name.slot
         }
         if before is not None and before.host == host and before.local_rank not in taken:
             return self
-        seat = Seat(host, min(set(range(len(taken) + 1)) - taken))
-        return replace(self, seats={**self.seats, name.slot: seat})
+        assignment = Assignment(host, min(set(range(len(taken) + 1)) - taken))
+        return replace(self, assignments={**self.assignments, name.slot: assignment})
+
+    def avoiding_host_of(self, name: ProcessName) -> Placement:
+        """Return the placement in which the next replacement of a process avoids its host."""
+        if name.slot not in self.assignments:
+            return self
+        return replace(self, avoided={**self.avoided, name.slot: self.host_of(name)})
 
     def without(self, gone: Collection[Slot]) -> Placement:
         """Return the placement without processes that are not replaced: the job has shrunk."""
-        return replace(self, seats={s: seat for s, seat in self.seats.items() if s not in gone})
+        return replace(
+            self,
+            assignments={
+                s: assignment for s, assignment in self.assignments.items() if s not in gone
+            },
+        )
 
     def with_host(self, host: HostSlots) -> Placement:
         """Return the placement with another host at the end; raises ConfigError if it is known."""
@@ -171,12 +195,21 @@ class Placement:
             )
         return replace(self, hosts=(*self.hosts, host))
 
+    def with_slots(self, index: int, host: HostSlots) -> Placement:
+        """Return the placement with another number of slots on a host."""
+        hosts = (*self.hosts[:index], host, *self.hosts[index + 1 :])
+        return replace(self, hosts=hosts)
+
+    def _has_room(self, host: int, num_servers: int) -> bool:
+        slots = self.hosts[host].server_slots
+        return slots is None or num_servers < slots
+
     def _hosts_of_unit(self, number: int, running: Collection[Slot]) -> Iterable[int]:
         first = number - number % self.unit_size
         for other in range(first, first + self.unit_size):
             slot = (_WORKER, other)
-            if other != number and slot in running and slot in self.seats:
-                yield self.seats[slot].host
+            if other != number and slot in running and slot in self.assignments:
+                yield self.assignments[slot].host
 
     # -- for people ---------------------------------------------------------------------------
 
@@ -186,8 +219,8 @@ class Placement:
         for index, host in enumerate(self.hosts):
             here = names(
                 ProcessName(0, number, is_server=role == _SERVER, is_data_worker=role == _DATA)
-                for (role, number), seat in sorted(self.seats.items())
-                if seat.host == index
+                for (role, number), assignment in sorted(self.assignments.items())
+                if assignment.host == index
             )
             slots = f"{host.slots} slot{'s' if host.slots != 1 else ''}"
             lines.append(f"{host.name} ({slots}): {here or 'no process'}")
@@ -196,7 +229,9 @@ class Placement:
     def notes(self) -> list[str]:
         """Return lines about replicas, and about units that do not fit on one host."""
         lines = []
-        servers = {seat.host for slot, seat in self.seats.items() if slot[0] == _SERVER}
+        servers = {
+            assignment.host for slot, assignment in self.assignments.items() if slot[0] == _SERVER
+        }
         if self.replicas > 1 and len(servers) >= self.replicas:
             lines.append(f"replicas: the {self.replicas} copies of a value are on different hosts")
         elif self.replicas > 1:
@@ -217,9 +252,9 @@ class Placement:
     def split_units(self) -> list[int]:
         """Return the units whose workers are on several hosts."""
         hosts: dict[int, set[int]] = {}
-        for (role, number), seat in self.seats.items():
+        for (role, number), assignment in self.assignments.items():
             if role == _WORKER:
-                hosts.setdefault(number // self.unit_size, set()).add(seat.host)
+                hosts.setdefault(number // self.unit_size, set()).add(assignment.host)
         return sorted(unit for unit, used in hosts.items() if len(used) > 1)
 
 
@@ -251,18 +286,27 @@ def _fill_slots(hosts: Sequence[HostSlots], num_workers: int, unit_size: int) ->
     return workers
 
 
+def _with_room(hosts: Sequence[HostSlots], chosen: Sequence[int]) -> Sequence[int]:
+    """Return the hosts for servers in turn; those with a number of places, so often as that."""
+    if all(host.server_slots is None for host in hosts):
+        return chosen
+    slots = [host.server_slots or 0 for host in hosts]
+    rounds = ([i for i, count in enumerate(slots) if count > k] for k in range(max(slots)))
+    return [index for turn in rounds for index in turn] or chosen
+
+
 def _in_turn(hosts: Sequence[int], count: int) -> list[int]:
     return [hosts[k % len(hosts)] for k in range(count)]
 
 
-def _seats(by_role: Iterable[Sequence[int]]) -> dict[Slot, Seat]:
-    seats: dict[Slot, Seat] = {}
+def _assign(by_role: Iterable[Sequence[int]]) -> dict[Slot, Assignment]:
+    assignments: dict[Slot, Assignment] = {}
     for role, hosts in enumerate(by_role):
         count: Counter[int] = Counter()
         for number, host in enumerate(hosts):
-            seats[role, number] = Seat(host, count[host])
+            assignments[role, number] = Assignment(host, count[host])
             count[host] += 1
-    return seats
+    return assignments
 
 
 def _counted(count: int, noun: str) -> str:

@@ -11,6 +11,7 @@ Threads: the launcher's loop only.
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from contextlib import suppress
 import msgspec
 
 from paceline.control.transport.channel import Channel
+from paceline.control.transport.sockets import DEAD_AFTER_S
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.hosts import messages as m
 from paceline.launcher.hosts.host_list import HostSlots
@@ -34,6 +36,7 @@ _SILENT_S = 5.0  # of an agent; then a line reports it
 _GIVE_UP_S = 30.0  # then nothing that happens on its host would be known for ever
 _DRAIN_S = 1.0
 _END_S = 4.0  # for the agent to end all its processes
+_NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class RemoteProcess(RankProcess):
@@ -168,7 +171,7 @@ class RemoteHost:
         except EOFError:
             pass
         except (OSError, PacelineError) as error:
-            why = f"{why}: {getattr(error, 'strerror', None) or error}"
+            why = _why_broken(error)
         finally:
             pinging.cancel()
             channel.close()
@@ -211,7 +214,7 @@ class RemoteHost:
             self._probed.set_exception(LaunchError(f"host {self.host.name} is lost: {why}"))
         for process in self._mine.values():
             if process.exit is None:
-                text = f"lost with host {self.host.name} ({why})"
+                text = f"host {self.host.name} is lost ({why})"
                 process.exit = ExitStatus(None, signal.SIGKILL, text)
                 self._end_output(process)
         self._on_change()
@@ -365,3 +368,11 @@ class RemoteHost:
         for process in self._mine.values():
             self._end_output(process)
         return left
+
+
+def _why_broken(error: OSError | PacelineError) -> str:
+    """Return why the connection to an agent broke."""
+    if isinstance(error, OSError) and error.errno in _NO_ANSWER:
+        return f"no answer from it for {DEAD_AFTER_S:g} s: it is down, or its network"
+    words = error.strerror if isinstance(error, OSError) else None
+    return f"the connection to its agent broke: {words or error}"

@@ -36,11 +36,15 @@ class Sessions:
 
 
 class Guard(Sessions):
-    """The guard process and the pipe to it."""
+    """The guard process and the pipe to it.
 
-    def __init__(self, job_id: str, job_directory: Path) -> None:
+    `stopped_s`: if this process is stopped for so long, the guard kills it; 0: it may be stopped.
+    """
+
+    def __init__(self, job_id: str, job_directory: Path, *, stopped_s: int = 0) -> None:
         super().__init__()
         command = [sys.executable, "-I", "-S", guard_main.__file__, job_id, str(job_directory)]
+        command.append(str(stopped_s))
         try:
             self._popen = subprocess.Popen(
                 command,

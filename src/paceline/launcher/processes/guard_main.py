@@ -10,6 +10,9 @@ environment has PACELINE_JOB=<job id>, a random word that children inherit even 
 session of their own. Nothing else is ever signalled. The guard cannot find a process that has left
 the session and also cleared its environment.
 
+The guard of an agent also kills the agent if it stays stopped (SIGSTOP): its launcher has given the
+host up by then, and nothing else would end the job's processes there. A launcher may be stopped.
+
 This file is run by path with `python -I -S` (10 ms, nothing of the user's is imported), so it uses
 the standard library only; the launcher imports `end_processes` for the ordinary end of a job.
 """
@@ -17,6 +20,7 @@ the standard library only; the launcher imports `end_processes` for the ordinary
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import sys
@@ -91,12 +95,37 @@ def end_processes(job_id: str, sessions: Collection[int], *, within_s: float = 2
         time.sleep(0.01)
 
 
-def main(job_id: str, job_directory: str) -> None:
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False
+
+
+def _lines(starter: int, stopped_s: int) -> Iterator[str]:
+    """Yield what the starter writes; end with it, or kill it if it is stopped for so long."""
+    text, stopped_for_s = b"", 0  # counts seconds in which this process runs, too
+    while True:
+        if stopped_s and not select.select([0], [], [], 1.0)[0]:
+            stopped_for_s = stopped_for_s + 1 if _is_stopped(starter) else 0
+            if stopped_for_s >= stopped_s:
+                os.kill(starter, signal.SIGKILL)  # it holds the pipe, so the number is still its
+                return
+            continue
+        data = os.read(0, 1 << 12)
+        if not data:
+            return
+        *lines, text = (text + data).split(b"\n")
+        yield from (line.decode() for line in lines)
+
+
+def main(job_id: str, job_directory: str, stopped_s: int) -> None:
     """Read "session PID" and "forget PID" until the launcher ends the job or dies."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with the launcher, never before it
     sessions: set[int] = set()
-    for line in sys.stdin:
+    for line in _lines(os.getppid(), stopped_s):
         words = line.split()
         if words == ["end"]:
             return
@@ -109,4 +138,4 @@ def main(job_id: str, job_directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

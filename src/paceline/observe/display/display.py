@@ -94,8 +94,10 @@ class Display:
             self._recorder.record(event)
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher."""
+        """Show a line of the launcher; at once if nothing is painted yet: it may wait for hosts."""
         self._put(len(text), lambda: self._screen.say(text))
+        while self._thread.ident is None and not self._queue.empty():
+            self._paint(self._queue.get())
 
     def progress(self, snapshot: BoardSnapshot) -> None:
         """Show the board of a running job; dropped while the screen is busy."""
@@ -127,17 +129,19 @@ class Display:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            size_bytes, paint = item
-            try:
-                paint()
-                if self._queue.empty():
-                    self._screen.settle()
-            except (
-                Exception
-            ) as error:  # an error of the display must not end the job, nor lose output
-                self._screen = PlainScreen()
-                self._screen.say(
-                    f"paceline: the display failed: {error!r}; continuing with plain lines"
-                )
-            with self._mu:
-                self._backlog_bytes -= size_bytes
+            self._paint(item)
+
+    def _paint(self, item: tuple[int, Callable[[], None]] | None) -> None:
+        assert item is not None, "only `close` ends the queue"
+        size_bytes, paint = item
+        try:
+            paint()
+            if self._queue.empty():
+                self._screen.settle()
+        except Exception as error:  # an error of the display must not end the job, nor lose output
+            self._screen = PlainScreen()
+            self._screen.say(
+                f"paceline: the display failed: {error!r}; continuing with plain lines"
+            )
+        with self._mu:
+            self._backlog_bytes -= size_bytes

@@ -30,7 +30,7 @@ from paceline.control.client.agent import Agent
 from paceline.control.client.local_agent import LocalAgent
 from paceline.control.member import Membership
 from paceline.control.messages import Changed, Presence
-from paceline.errors import PacelineError
+from paceline.errors import BadFrame, PacelineError
 from paceline.observe.telemetry.events import Note
 from paceline.observe.telemetry.trace import tracer
 from paceline.ps.connection import Connection, WorkerConnection, form_connection
@@ -60,9 +60,8 @@ class ServerProcess:
         self.engine = fabric.engine
         self.partitions: dict[int, Partition] = {}
         self._fabric, self._agent = fabric, agent
-        self._control: Agent | None = (
-            None  # in an elastic job: the coordinator decides on the members
-        )
+        # In an elastic job: the coordinator decides on the members.
+        self._control: Agent | None = None
         if env.is_elastic:
             assert isinstance(agent, Agent), "an elastic job has a coordinator"
             self._control = agent
@@ -70,9 +69,8 @@ class ServerProcess:
         self._peers = Peers(self._on_broken)
         self._forgettable: list[tuple[float, set[int]]] = []  # time, ranks
         self._connector: Connector[Connection] = Connector()
-        self._requested: set[Hashable] = (
-            set()
-        )  # keys of connections that are formed, or being formed
+        # Keys of connections that are formed, or being formed.
+        self._requested: set[Hashable] = set()
         self._retry: list[tuple[float, Hashable]] = []
         self._changes: deque[Changed] = deque()  # from the control thread
         self._presence: dict[int, Presence] = {}  # that partitions have handled
@@ -230,6 +228,8 @@ class ServerProcess:
 
     def _partition(self, index: int) -> Partition:
         if index not in self.partitions:
+            if index not in range(known := len(self._membership.holders)):
+                raise BadFrame(f"a message is about partition {index}, but there are {known}")
             made = self.partitions[index] = Partition(self, index)
             made.server.num_workers = len(self._membership.workers)
             for peer in self._peers:

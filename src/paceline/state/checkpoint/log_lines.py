@@ -38,6 +38,7 @@ class CheckpointLog:
 
     def on_resume(self, loaded: LoadedCheckpoint, steps: int, notices: Sequence[str]) -> None:
         """Log the checkpoint that the job resumes from, and what differs."""
+        self._job.last_checkpoint = loaded.path
         if not self._is_first:
             return
         mapped = "".join(f"; {notice}" for notice in notices)
@@ -58,6 +59,7 @@ class CheckpointLog:
             )
         if outcome.path is None:
             return  # another worker has published it, or none has
+        self._job.last_checkpoint = outcome.path
         self._num_saved += 1
         self._last = outcome
         if self._num_saved <= _ALWAYS or now_s - self._logged_s >= _EVERY_S:

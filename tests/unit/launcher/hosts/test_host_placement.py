@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.launcher.hosts.host_list import HostSlots, parse_hosts
-from paceline.launcher.hosts.placement import HostPlace, Placement, Seat, num_slots
+from paceline.launcher.hosts.placement import Assignment, HostPlace, Placement, num_slots
 from paceline.runtime.process_names import ProcessName, process_names
 
 HOSTS = parse_hosts("a:4,b:4")
@@ -21,7 +21,11 @@ def server(number: int) -> ProcessName:
 
 
 def hosts_of(placement: Placement, role: int) -> list[int]:
-    return [seat.host for slot, seat in sorted(placement.seats.items()) if slot[0] == role]
+    return [
+        assignment.host
+        for slot, assignment in sorted(placement.assignments.items())
+        if slot[0] == role
+    ]
 
 
 def test_workers_fill_the_hosts_slot_by_slot():
@@ -91,7 +95,7 @@ def test_the_lines_name_every_host():
 def test_a_replacement_returns_to_the_host_of_its_predecessor():
     placement = Placement.fill(HOSTS, 6, 2)
     newcomer = ProcessName(8, 4, is_newcomer=True)
-    running = [slot for slot in placement.seats if slot != newcomer.slot]
+    running = [slot for slot in placement.assignments if slot != newcomer.slot]
     host = placement.host_for_newcomer(newcomer, [0, 1], running)
     assert host == 1
     assert placement.with_newcomer(newcomer, host, running).place(newcomer) == HostPlace(1, 2, 0, 2)
@@ -99,7 +103,7 @@ def test_a_replacement_returns_to_the_host_of_its_predecessor():
 
 def test_after_the_loss_of_a_host_replacements_use_the_free_slots_of_others():
     placement = Placement.fill(parse_hosts("a:2,b:3,c:4"), 5, 2)
-    running = {slot for slot, seat in placement.seats.items() if seat.host != 1}
+    running = {slot for slot, assignment in placement.assignments.items() if assignment.host != 1}
     found = []
     for number in (2, 3, 4):
         newcomer = ProcessName(10 + number, number, is_newcomer=True)
@@ -107,14 +111,14 @@ def test_after_the_loss_of_a_host_replacements_use_the_free_slots_of_others():
         assert host is not None
         placement = placement.with_newcomer(newcomer, host, running | {newcomer.slot})
         running.add(newcomer.slot)
-        found.append(placement.seats[newcomer.slot])
-    assert found == [Seat(2, 0), Seat(2, 1), Seat(2, 2)]
+        found.append(placement.assignments[newcomer.slot])
+    assert found == [Assignment(2, 0), Assignment(2, 1), Assignment(2, 2)]
     assert placement.host_for_newcomer(server(1), [0, 2], running) == 2
 
 
 def test_no_host_gets_more_workers_than_slots():
     placement = Placement.fill(HOSTS, 8, 2)
-    running = [slot for slot, seat in placement.seats.items() if seat.host == 0]
+    running = [slot for slot, assignment in placement.assignments.items() if assignment.host == 0]
     newcomer = ProcessName(10, 5, is_newcomer=True)
     assert placement.host_for_newcomer(newcomer, [0], running) is None
     assert placement.host_for_newcomer(newcomer, [], running) is None
@@ -123,10 +127,10 @@ def test_no_host_gets_more_workers_than_slots():
 
 def test_a_newcomer_takes_the_lowest_free_local_rank():
     placement = Placement.fill(HOSTS, 8)
-    running = set(placement.seats) - {(0, 1), (0, 6)}
+    running = set(placement.assignments) - {(0, 1), (0, 6)}
     newcomer = ProcessName(9, 8, is_newcomer=True)  # another number: the job was scaled
     placement = placement.with_newcomer(newcomer, 0, running)
-    assert placement.seats[newcomer.slot] == Seat(0, 1)
+    assert placement.assignments[newcomer.slot] == Assignment(0, 1)
     assert placement.place(newcomer) == HostPlace(0, 2, 1, 4)
     assert placement.without({(0, 1)}).num_workers(0) == 4
 
@@ -134,8 +138,8 @@ def test_a_newcomer_takes_the_lowest_free_local_rank():
 def test_a_newcomer_joins_its_unit():
     placement = Placement.fill(parse_hosts("a:3,b:8"), 8, unit_size=2)
     assert hosts_of(placement, 0) == [0, 0, 1, 1, 1, 1, 1, 1]
-    placement = placement.with_newcomer(ProcessName(8, 8), 0, list(placement.seats))
-    running = list(placement.seats)
+    placement = placement.with_newcomer(ProcessName(8, 8), 0, list(placement.assignments))
+    running = list(placement.assignments)
     assert placement.host_for_newcomer(ProcessName(9, 9), [0, 1], running) == 1  # a is full
     running.remove((0, 0))
     assert placement.host_for_newcomer(ProcessName(9, 9), [0, 1], running) == 0
@@ -143,7 +147,7 @@ def test_a_newcomer_joins_its_unit():
 
 def test_a_host_can_be_added():
     placement = Placement.fill(HOSTS, 8).with_host(HostSlots("c", 2))
-    running = list(placement.seats)
+    running = list(placement.assignments)
     assert placement.host_for_newcomer(ProcessName(8, 8), [0, 1, 2], running) == 2
     with pytest.raises(ConfigError, match="host A is already in the job"):
         placement.with_host(HostSlots("A", 2))
@@ -181,7 +185,7 @@ def test_each_process_has_one_seat_and_no_host_is_above_its_slots(
     job: tuple[Placement, list[ProcessName]],
 ):
     placement, names = job
-    assert sorted(placement.seats) == sorted(name.slot for name in names)
+    assert sorted(placement.assignments) == sorted(name.slot for name in names)
     for index, host in enumerate(placement.hosts):
         workers = [name for name in names if name.is_worker and placement.host_of(name) == index]
         assert len(workers) == placement.num_workers(index) <= host.slots
@@ -224,10 +228,23 @@ def test_after_any_losses_no_host_is_above_its_slots(
         assert place.host_index == host
         if name.is_worker:
             assert place.local_rank < place.local_world_size <= placement.hosts[host].slots
-    seats = {slot: placement.seats[slot] for slot in running}
-    assert all(seat.host in living for seat in seats.values())
+    assignments = {slot: placement.assignments[slot] for slot in running}
+    assert all(assignment.host in living for assignment in assignments.values())
     for role in range(3):
-        taken = [seat for slot, seat in seats.items() if slot[0] == role]
+        taken = [assignment for slot, assignment in assignments.items() if slot[0] == role]
         assert len(taken) == len(set(taken))
-    workers = Counter(seat.host for slot, seat in seats.items() if slot[0] == 0)
+    workers = Counter(assignment.host for slot, assignment in assignments.items() if slot[0] == 0)
     assert all(count <= placement.hosts[host].slots for host, count in workers.items())
+
+
+def test_a_replacement_avoids_a_host_that_others_cannot_reach():
+    placement = Placement.fill(parse_hosts("a:1,b:1,c:2"), 3)
+    worker = ProcessName(3, 1, is_newcomer=True)
+    running = [(0, 0), (0, 2)]
+    assert placement.host_for_newcomer(worker, [0, 1, 2], running) == 1
+    placement = placement.avoiding_host_of(worker)
+    assert placement.host_for_newcomer(worker, [0, 1, 2], running) == 2
+    placement = placement.with_newcomer(worker, 2, running)
+    assert placement.host_for_newcomer(worker, [0, 1, 2], running) == 2
+    full = Placement.fill(parse_hosts("a:1,b:1,c:1"), 3).avoiding_host_of(worker)
+    assert full.host_for_newcomer(worker, [0, 1, 2], running) == 1  # there is no other slot
