@@ -1,9 +1,12 @@
 // Engine memory: allocation, merging of free ranges, location, and running out of it.
+#include <sys/mman.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <csignal>
 #include <map>
 #include <random>
+#include <vector>
 
 #include "check.h"
 #include "paceline/transport/arena.h"
@@ -70,6 +73,21 @@ TEST(large_blocks_get_a_segment_and_give_it_back) {
   log.arena.free(large);
   CHECK(log.alive.size() == 1);
   log.arena.free(small);
+}
+
+TEST(large_pages_are_asked_for_on_use_and_keep_the_values) {
+  Log log;
+  constexpr size_t kBytes = 16 << 20;
+  auto* p = static_cast<unsigned char*>(log.arena.allocate(kBytes));
+  std::vector<unsigned char> resident(kBytes / Arena::kAlignment);
+  CHECK(mincore(p, kBytes, resident.data()) == 0);
+  CHECK(std::none_of(resident.begin(), resident.end(), [](auto page) { return page & 1; }));
+  for (size_t i = 0; i < kBytes; i += 4096) p[i] = static_cast<unsigned char>(i >> 12);
+  log.arena.use_large_pages(p + 4096, kBytes - 4096);
+  for (size_t i = 0; i < kBytes; i += 4096) CHECK(p[i] == static_cast<unsigned char>(i >> 12));
+  char outside;
+  log.arena.use_large_pages(&outside, kBytes);  // not engine memory: nothing happens
+  log.arena.free(p);
 }
 
 TEST(location_names_segment_and_offset) {

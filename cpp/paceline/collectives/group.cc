@@ -133,6 +133,9 @@ OperationPtr Group::enqueue(OperationPtr operation, OperationKind kind, bool bac
 
 OperationPtr Group::submit(Request request, bool background) {
   auto r = std::make_shared<Request>(std::move(request));
+  if (spans_hosts())  // on the caller's thread: the progress thread must send heartbeats in the meantime
+    for (const auto* parts : {&r->inputs, &r->outputs})
+      for (const Part& part : *parts) engine_->arena().use_large_pages(part.data, part.count * r->element_bytes());
   auto shown = std::make_shared<Descriptor>(describe(*r, 0));
   auto operation = std::make_shared<Operation>(
       [this, r, shown] {

@@ -22,8 +22,7 @@ void* Arena::take(Pool& pool, size_t bytes) {
     if (room < bytes) continue;
     pool.free_ranges.erase(it);
     if (room > bytes) pool.free_ranges.emplace(offset + bytes, room - bytes);
-    pool.used.emplace(offset, bytes);
-    if (bytes >= kLargeTensor) pool.segment.ask_for_large_pages(offset, bytes);
+    pool.used.emplace(offset, Block{bytes});
     return pool.segment.data() + offset;
   }
   return nullptr;
@@ -59,7 +58,7 @@ void Arena::free(void* p) {
     if (at < base || at >= base + pool.segment.bytes()) continue;
     auto used = pool.used.find(size_t(at - base));
     if (used == pool.used.end()) break;
-    give_back(pool, used->first, used->second);
+    give_back(pool, used->first, used->second.bytes);
     pool.used.erase(used);
     // The last ordinary segment stays: a loop that allocates and frees one tensor must not pay for 64 MB of
     // fresh pages every time.
@@ -88,6 +87,28 @@ void Arena::give_back(Pool& pool, size_t offset, size_t bytes) {
   pool.free_ranges.emplace(offset, bytes);
 }
 
+void Arena::use_large_pages(const void* p, size_t bytes) {
+  if (bytes < kLargeTensor) return;
+  Segment* segment = nullptr;
+  size_t start = 0, length = 0;
+  {
+    std::lock_guard lock(mu_);
+    for (auto& [id, pool] : pools_) {
+      auto* at = static_cast<const std::byte*>(p);
+      if (at < pool.segment.data() || at >= pool.segment.data() + pool.segment.bytes()) continue;
+      auto after = pool.used.upper_bound(size_t(at - pool.segment.data()));
+      if (after == pool.used.begin()) return;
+      auto& [offset, block] = *std::prev(after);
+      if (block.has_large_pages) return;
+      block.has_large_pages = true;
+      segment = &pool.segment, start = offset, length = block.bytes;
+      break;
+    }
+  }
+  // Not under the lock: it takes about a millisecond for each MB, and the block cannot be freed while it is in use.
+  if (segment) segment->ask_for_large_pages(start, length);
+}
+
 std::optional<Location> Arena::locate(const void* p, size_t bytes) const {
   std::lock_guard lock(mu_);
   for (auto& [id, pool] : pools_) {
@@ -108,7 +129,7 @@ size_t Arena::allocated_bytes() const {
   std::lock_guard lock(mu_);
   size_t sum = 0;
   for (auto& [id, pool] : pools_)
-    for (auto& [offset, bytes] : pool.used) sum += bytes;
+    for (auto& [offset, block] : pool.used) sum += block.bytes;
   return sum;
 }
 

@@ -32,6 +32,9 @@ class Arena {
   // the block.
   void* allocate_apart(size_t bytes);
   void free(void* p);
+  // The caller is about to use these bytes of a block again and again. Asks for large pages once for each large block,
+  // and not when it is allocated: large pages are filled at once, and memory that is never touched should stay empty.
+  void use_large_pages(const void* p, size_t bytes);
   std::optional<Location> locate(const void* p, size_t bytes) const;
   void for_each_segment(const std::function<void(uint64_t id, size_t bytes, int fd)>& visit) const;
   size_t allocated_bytes() const;
@@ -40,11 +43,15 @@ class Arena {
   static constexpr size_t kAlignment = 4096;  // pages: streaming stores and slices start aligned
 
  private:
+  struct Block {
+    size_t bytes = 0;
+    bool has_large_pages = false;
+  };
   struct Pool {
     bool apart = false;
     Segment segment;
     std::map<size_t, size_t> free_ranges;  // offset -> bytes, neighbours always merged
-    std::map<size_t, size_t> used;         // offset -> bytes
+    std::map<size_t, Block> used;          // by offset
   };
   Pool& add_pool(size_t bytes, bool apart);  // under mu_
   static void* take(Pool& pool, size_t bytes);
