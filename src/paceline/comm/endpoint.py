@@ -46,6 +46,7 @@ class Endpoint:
     me: Member
     timeout_s: float
     presence: Mapping[int, Presence] = field(default_factory=dict)  # state of the other ranks
+    liveness_s: float = 5.0  # a peer that does not answer for this long counts as lost
     _linked: set[int] = field(default_factory=set)  # neighbours
     _lazy: LazyChannels | None = None
     _link_mus: dict[int, threading.Lock] = field(default_factory=dict)  # by rank
@@ -143,7 +144,7 @@ class Endpoint:
 
         if self._lazy is None:
             assert self.listener is not None, "a world of one has no other members"
-            self._lazy = LazyChannels(self.me, self.engine, self.listener)
+            self._lazy = LazyChannels(self.me, self.engine, self.listener, self.liveness_s)
         self._lazy.add(group, LazyGroup((group_id, generation), members, timeout_s, check))
 
     def has_called(self, member: Member, group_id: int, generation: int) -> bool:

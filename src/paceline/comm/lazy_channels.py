@@ -11,7 +11,9 @@ more than one. The higher rank gives the lower one a moment to connect: in a col
 the channel.
 
 While a channel is being opened, the membership is checked several times a second. If it cannot be
-opened, the group fails, with an error that names both addresses.
+opened, the group fails, with an error that names both addresses. A member that is busy is waited
+for; a member whose address does not answer at all for `liveness_s` counts as unreachable. The lower
+rank says so first, so that the two ends of a broken path do not accuse each other.
 
 Threads: everything but `add` runs in the listener's loop; `add` may be called from any other.
 """
@@ -30,12 +32,14 @@ from paceline import _core
 from paceline.control.member import Member
 from paceline.control.transport.link_encryption import CROSSED, Link, LinkKeys
 from paceline.control.transport.peer_connections import Crossed, LinkListener
+from paceline.control.transport.sockets import connect_tcp
 from paceline.errors import ConnectError, GenerationChanged, PacelineError
 
 LANES = ("collective", "point-to-point")  # numbered as in the engine
 _GRACE_S = 0.05  # for a lower rank to connect by itself
 _STEP_S = 0.5
 _DIAL_S = 5.0  # checking the members must not abort a handshake
+_PROBE_S = 1.0
 _PURPOSE = re.compile(r"group ([0-9a-f]{1,16}) generation (\d{1,10}) (collective|point-to-point)")
 
 _Name = tuple[int, int]  # id and generation of a group
@@ -79,8 +83,11 @@ class LazyGroup:
 class LazyChannels:
     """Opens the channels of this process's groups."""
 
-    def __init__(self, me: Member, engine: _core.Engine, listener: LinkListener) -> None:
+    def __init__(
+        self, me: Member, engine: _core.Engine, listener: LinkListener, liveness_s: float
+    ) -> None:
         self._me, self._engine, self._listener = me, engine, listener
+        self._liveness_s = liveness_s
         self._groups: dict[_Name, LazyGroup] = {}
         self._admitting: set[tuple[_Name, _End]] = set()  # confirmed to the caller soon
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,7 +163,7 @@ class LazyChannels:
     async def _open(self, group: LazyGroup, end: _End) -> None:
         member = next(one for one in group.members if one.rank == end[0])
         arrived = group.arrived.setdefault(end, asyncio.Event())
-        deadline_s = time.monotonic() + group.timeout_s
+        began_s = time.monotonic()
         if self._me.rank > member.rank:
             await _wait(arrived, _GRACE_S)
         try:
@@ -173,7 +180,9 @@ class LazyChannels:
                         continue
                     await self._dial(group, member, end, arrived)
                 except ConnectError as error:
-                    if has_left or time.monotonic() >= deadline_s:
+                    waited_s = time.monotonic() - began_s
+                    is_over = has_left or waited_s >= group.timeout_s
+                    if is_over or await self._is_unreachable(member, waited_s):
                         raise ConnectError(f"{error} (from {self._me.tcp})") from None
         except Exception as error:  # whatever it is: the group must not wait for ever
             core = group.core()
@@ -182,6 +191,19 @@ class LazyChannels:
                 core.fail(f"rank {self._me.rank}: {error}", lost)
             if not isinstance(error, PacelineError):
                 raise
+
+    async def _is_unreachable(self, member: Member, waited_s: float) -> bool:
+        """Return whether a member's address has not answered for too long. The kernel answers for
+        a process that is stopped or busy: that one is alive, or its heartbeats will be missed."""
+        patience_s = self._liveness_s * (1 if self._me.rank < member.rank else 2)
+        if waited_s < patience_s or not member.tcp:
+            return False
+        try:
+            sock = await asyncio.wait_for(connect_tcp(member.tcp), _PROBE_S)
+        except (OSError, asyncio.TimeoutError):
+            return True
+        sock.close()
+        return False
 
     async def _dial(
         self, group: LazyGroup, member: Member, end: _End, arrived: asyncio.Event

@@ -222,7 +222,9 @@ def join_job(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         engine = _core.Engine(env.rank, num_local, *limits)
         watch.sources.append(engine.long_waits)
         presence = rendezvous.agent.presence
-        endpoint = Endpoint(env.rank, engine, listener, me, config.timeout_s, presence)
+        endpoint = Endpoint(
+            env.rank, engine, listener, me, config.timeout_s, presence, config.liveness_s
+        )
         fabric = Fabric(endpoint, JobScope(membership))
         if not env.is_newcomer:  # a newcomer is linked once it is admitted
             fabric.link_neighbours()
