@@ -143,7 +143,7 @@ def count_left(cluster: SshCluster, starts: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: only --starts")
     parser.add_argument("--starts", type=int, default=0, help="jobs of 3 x 8 processes")
     parser.add_argument("--quick", action="store_true", help="one round")
     options = parser.parse_args()
@@ -159,13 +159,15 @@ def main() -> None:
     def text(label: str) -> str:
         return f"{min(times[label]):.2f} s by minimum, {statistics.median(times[label]):.2f} median"
 
-    local, remote = (statistics.median(times[label]) for label in _JOBS)
-    rows = [
-        ("start of 3 workers, local", "", text("local")),
-        ("the same over ssh", f"must {1.5 * local + 2:.2f} s", text("over ssh")),
-        ("over ssh / local", "", f"{remote / local:.2f} by median"),
-        *((f"host death to next step, {label}", "must 3 s", text(label)) for label in _DEATHS),
-    ]
+    rows = []
+    if rounds:
+        local, remote = (statistics.median(times[label]) for label in _JOBS)
+        rows = [
+            ("start of 3 workers, local", "", text("local")),
+            ("the same over ssh", f"must {1.5 * local + 2:.2f} s", text("over ssh")),
+            ("over ssh / local", "", f"{remote / local:.2f} by median"),
+            *((f"host death to next step, {label}", "must 3 s", text(label)) for label in _DEATHS),
+        ]
     if left is not None:
         rows.append((f"{options.starts} starts of 3 x 8", "must 0 left", f"{left} left"))
     figures.show(rows)
