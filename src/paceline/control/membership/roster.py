@@ -27,6 +27,7 @@ urgent one may overtake it. The workers of a unit (state.py) join in one change,
     a backup has caught up              in_sync
     the launcher sees a process         seen, launcher_heard
     an operator's request               scale, add_servers, remove_servers
+    a host goes away                    plan_leave (withdraw_leave: it stays)
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import msgspec
 
 from paceline.control import messages as m
 from paceline.control.member import Member, Membership
-from paceline.control.membership import changes
+from paceline.control.membership import changes, planned_leave
 from paceline.control.membership import state as numbers
 from paceline.control.membership.changes import describe
 from paceline.control.membership.leases import LeaseFinding, Leases
@@ -87,11 +88,6 @@ class Roster:
     def wanted(self) -> tuple[m.Wanted, ...]:
         """All processes that should be started."""
         return tuple(sorted(self._wanted, key=lambda w: (w.role, w.number)))
-
-    @property
-    def unwanted(self) -> tuple[int, ...]:
-        """The members that the job no longer wants, and that leave in the next calm change."""
-        return () if self.membership is None else changes.unwanted_members(self.state)
 
     @property
     def is_settled(self) -> bool:
@@ -165,6 +161,7 @@ class Roster:
         self, rank: int, why: str, now_s: float, kind: LossKind = LossKind.ENDED
     ) -> list[Decision]:
         """Note that a process or its connection ended unexpectedly."""
+        self._departures.retired(rank)
         decisions = self._cancel_reservation(rank, why)
         if self.is_present(rank):
             assert self.membership is not None
@@ -182,6 +179,7 @@ class Roster:
     ) -> list[Decision]:
         """Note that a member exited cleanly. `is_finished`: its work is done; `has_lost_peer`: it
         fails because it lost a peer."""
+        self._departures.retired(rank)
         decisions = self._cancel_reservation(rank, "it left before it was admitted")
         if not self.is_present(rank):
             return [*decisions, *self._decide(now_s)]
@@ -198,7 +196,7 @@ class Roster:
         decisions.append(m.Presence(rank, "left", "it exited cleanly"))
         if self.policy.is_elastic:
             self._departures.left[rank] = f"{describe(member)} left"
-            is_wanted = changes.is_wanted(self.state, member)
+            is_wanted = changes.has_wanted_number(self.state, member)
             if member.role == "worker" and is_finished and is_wanted:
                 self._update(is_finishing=True)
         return [*decisions, *self._decide(now_s)]
@@ -297,6 +295,18 @@ class Roster:
         self.state = numbers.remove_servers(self.policy, self.state, tuple(removed))
         return self._decide(now_s)
 
+    def plan_leave(self, ranks: Iterable[int], now_s: float, *, waits: bool) -> list[Decision]:
+        """Let members leave because their host goes away, and want replacements; `waits`: workers
+        work until those are ready."""
+        self.policy.require_elastic("its members do not leave")
+        self.state = planned_leave.plan(self.policy, self.state, tuple(ranks), waits=waits)
+        return self._decide(now_s)
+
+    def withdraw_leave(self, ranks: Iterable[int], now_s: float) -> list[Decision]:
+        """Let members stay that were to leave and have not left yet."""
+        self.state = planned_leave.withdraw(self.policy, self.state, tuple(ranks))
+        return self._decide(now_s)
+
     def set_pace_request(self, request: PaceRequest) -> None:
         """Keep a request for another pace; control/coordinator/pace_change.py decides about it."""
         self._update(pace_request=request)
@@ -310,7 +320,7 @@ class Roster:
         gone = (self._departures.losses, self._departures.left)
         following = changes.urgent_change(self.policy, self.state, *gone, self._candidates)
         if following is None and self.is_settled:
-            following = self._calm_change()
+            following = self._calm_change(now_s)
         why = changes.reason_to_end(self.policy, self.state, following)
         if why:
             self._update(over=why)
@@ -322,10 +332,11 @@ class Roster:
         self._wanted = set(wanted)
         return decisions
 
-    def _calm_change(self) -> changes.NextMembership | None:
+    def _calm_change(self, now_s: float) -> changes.NextMembership | None:
         if self.state is self._quiet and not self._candidates and not self._synced:
             return None  # computed before
-        following = changes.calm_change(self.policy, self.state, self._candidates, self._synced)
+        known = (self._candidates, self._synced, self._departures.retiring(now_s))
+        following = changes.calm_change(self.policy, self.state, *known)
         if following is None:
             self._quiet = self.state
         return following
@@ -339,11 +350,15 @@ class Roster:
         for rank in {*left, *following.removed, *(loss.rank for loss in changed.lost)}:
             self._generations.forget(rank)
             self._leases.end(rank)
+        assert self.membership is not None
         self._departures.clear()
+        self._departures.retire(map(self.membership.member, following.removed), now_s)
         filling = changed.membership.filling
         self._synced = {(p, rank) for p, rank in self._synced if rank in filling[p]}
         self._generations.restart_wait()
-        self._update(membership=changed.membership, vacant=following.vacant)
+        ranks = changed.membership.ranks
+        leaving = tuple(one for one in self.state.leaving if one.rank in ranks)
+        self._update(membership=changed.membership, vacant=following.vacant, leaving=leaving)
         return [changed, *(m.Unwanted(rank) for rank in following.removed)]
 
     # -- helpers -----------------------------------------------------------------------------
