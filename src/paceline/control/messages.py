@@ -291,7 +291,8 @@ class PaceSettled(FromCoordinator, frozen=True):
 
 
 class Presence(FromCoordinator, frozen=True):
-    """The new state of a member: "lost", "left", "silent" (no heartbeat) or "back"."""
+    """The new state of a member: "lost", "left", "silent" (no heartbeat), "leaving" (its host goes
+    away) or "back"."""
 
     rank: int
     state: str

@@ -62,6 +62,7 @@ class PlanLeave(Ask, frozen=True):
     ranks: tuple[int, ...]
     waits: bool = False  # workers work until their replacements are ready
     is_withdrawn: bool = False  # those that have not left yet stay
+    why: str = ""
 
 
 class SetPace(Ask, frozen=True):

@@ -169,7 +169,7 @@ class OperatorService:
         elif isinstance(ask, o.PlanLeave) and ask.is_withdrawn:
             decisions = roster.withdraw_leave(ask.ranks, now_s)
         elif isinstance(ask, o.PlanLeave):
-            decisions = roster.plan_leave(ask.ranks, now_s, waits=ask.waits)
+            decisions = roster.plan_leave(ask.ranks, now_s, waits=ask.waits, why=ask.why)
         else:
             assert isinstance(ask, o.AskStatus), ask
             decisions, answer = [], self._status(ask.id)

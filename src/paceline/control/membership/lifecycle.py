@@ -149,9 +149,9 @@ class Departures:
             if one.role == "worker":
                 self._retiring[one.rank] = one.number, now_s + _RETIRE_S
 
-    def retired(self, rank: int) -> None:
-        """Note that a process has ended, or said goodbye."""
-        self._retiring.pop(rank, None)
+    def retired(self, rank: int) -> bool:
+        """Note that a process has ended, or said goodbye; return whether it was to leave."""
+        return self._retiring.pop(rank, None) is not None
 
     def retiring(self, now_s: float) -> set[int]:
         """Return the numbers of workers that may still take their last step."""
@@ -211,3 +211,11 @@ class Departures:
         for rank in found:
             del self._lost_peer_s[rank]
         return found
+
+
+def retired_presence(rank: int, why: str, kind: m.LossKind = m.LossKind.ENDED) -> m.Presence:
+    """Return what all members are told about the end of a worker that was to leave. If only its
+    connection ended, its farewell may not have arrived."""
+    if kind is m.LossKind.ENDED:
+        return m.Presence(rank, "left", why)
+    return m.Presence(rank, "lost", why, kind=kind)

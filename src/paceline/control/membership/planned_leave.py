@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from paceline.control import messages as m
 from paceline.control.member import Member
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.state import (
@@ -25,7 +26,7 @@ from paceline.control.membership.state import (
 )
 
 
-def plan(policy: Policy, state: RosterState, ranks: Collection[int], *, waits: bool) -> RosterState:
+def plan(policy: Policy, state: RosterState, ranks: Collection[int], waits: bool) -> RosterState:
     """Let members leave whose host goes away; a worker leaves with its unit.
 
     A replacement of a worker has its number. That of a server has another one, because both are
@@ -72,3 +73,13 @@ def withdraw(policy: Policy, state: RosterState, ranks: Collection[int]) -> Rost
             others = (number for number in state.servers if number != leave.successor)
             state = want_numbers(state, "server", (*others, member.number))
     return msgspec.structs.replace(state, leaving=tuple(kept))
+
+
+def presences(before: RosterState, after: RosterState, why: str) -> list[m.Presence]:
+    """Return what all members are told about those that leave or stay from now on."""
+    new = sorted(after.leaving_ranks - before.leaving_ranks)
+    back = sorted(before.leaving_ranks - after.leaving_ranks)
+    return [
+        *(m.Presence(rank, "leaving", why) for rank in new),
+        *(m.Presence(rank, "back", why) for rank in back),
+    ]

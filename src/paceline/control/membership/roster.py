@@ -5,14 +5,13 @@ carries them out in order, after it has journaled `state` if that changed:
 
     journal(roster.state)  ->  carry out the decisions
 
-A roster made again with `Roster(policy, state, now_s)` continues where the other one ended: members
+A roster made again with `Roster(policy, state, now_s)` continues where the other ended: members
 attach again, newcomers send Ready again, servers send InSync again. What is not in `state`
 (entered generations, heartbeats, ready newcomers) is learnt again from them.
 
 Changes come in two kinds (changes.py): urgent ones are published at once, calm ones wait until
-every member works in the present generation. So members see one calm change at a time, and an
-urgent one may overtake it. The workers of a unit (state.py) join in one change, and leave in one
-(lifecycle.py).
+every member works in the present generation, so members see one of them at a time. The workers of a
+unit (state.py) join in one change, and leave in one (lifecycle.py).
 
     learnt                              method
     an initial member connected         join (withdraw: it disconnected before all had joined)
@@ -32,13 +31,13 @@ urgent one may overtake it. The workers of a unit (state.py) join in one change,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
 from paceline.control import messages as m
 from paceline.control.member import Member, Membership
-from paceline.control.membership import changes, planned_leave
+from paceline.control.membership import changes, lifecycle, planned_leave
 from paceline.control.membership import state as numbers
 from paceline.control.membership.changes import describe
 from paceline.control.membership.leases import LeaseFinding, Leases
@@ -88,11 +87,6 @@ class Roster:
     def wanted(self) -> tuple[m.Wanted, ...]:
         """All processes that should be started."""
         return tuple(sorted(self._wanted, key=lambda w: (w.role, w.number)))
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every member works in the present generation."""
-        return self.membership is not None and not self.late
 
     @property
     def late(self) -> list[Member]:
@@ -161,8 +155,9 @@ class Roster:
         self, rank: int, why: str, now_s: float, kind: LossKind = LossKind.ENDED
     ) -> list[Decision]:
         """Note that a process or its connection ended unexpectedly."""
-        self._departures.retired(rank)
         decisions = self._cancel_reservation(rank, why)
+        if self._departures.retired(rank):
+            decisions.append(lifecycle.retired_presence(rank, why, kind))
         if self.is_present(rank):
             assert self.membership is not None
             decisions += self._lose(self.membership.member(rank), why, kind)
@@ -179,8 +174,9 @@ class Roster:
     ) -> list[Decision]:
         """Note that a member exited cleanly. `is_finished`: its work is done; `has_lost_peer`: it
         fails because it lost a peer."""
-        self._departures.retired(rank)
         decisions = self._cancel_reservation(rank, "it left before it was admitted")
+        if self._departures.retired(rank):  # servers need not wait for its last step any more
+            decisions.append(lifecycle.retired_presence(rank, "it left as planned"))
         if not self.is_present(rank):
             return [*decisions, *self._decide(now_s)]
         assert self.membership is not None
@@ -295,17 +291,17 @@ class Roster:
         self.state = numbers.remove_servers(self.policy, self.state, tuple(removed))
         return self._decide(now_s)
 
-    def plan_leave(self, ranks: Iterable[int], now_s: float, *, waits: bool) -> list[Decision]:
-        """Let members leave because their host goes away, and want replacements; `waits`: workers
-        work until those are ready."""
-        self.policy.require_elastic("its members do not leave")
-        self.state = planned_leave.plan(self.policy, self.state, tuple(ranks), waits=waits)
-        return self._decide(now_s)
+    def plan_leave(
+        self, ranks: Collection[int], now_s: float, *, waits: bool, why: str = ""
+    ) -> list[Decision]:
+        """Let members leave whose host goes away, if `waits` when replacements are ready."""
+        before, self.state = self.state, planned_leave.plan(self.policy, self.state, ranks, waits)
+        return [*planned_leave.presences(before, self.state, why), *self._decide(now_s)]
 
-    def withdraw_leave(self, ranks: Iterable[int], now_s: float) -> list[Decision]:
+    def withdraw_leave(self, ranks: Collection[int], now_s: float) -> list[Decision]:
         """Let members stay that were to leave and have not left yet."""
-        self.state = planned_leave.withdraw(self.policy, self.state, tuple(ranks))
-        return self._decide(now_s)
+        before, self.state = self.state, planned_leave.withdraw(self.policy, self.state, ranks)
+        return [*planned_leave.presences(before, self.state, "it stays"), *self._decide(now_s)]
 
     def set_pace_request(self, request: PaceRequest) -> None:
         """Keep a request for another pace; control/coordinator/pace_change.py decides about it."""
@@ -319,7 +315,7 @@ class Roster:
             return []
         gone = (self._departures.losses, self._departures.left)
         following = changes.urgent_change(self.policy, self.state, *gone, self._candidates)
-        if following is None and self.is_settled:
+        if following is None and not self.late:
             following = self._calm_change(now_s)
         why = changes.reason_to_end(self.policy, self.state, following)
         if why:
@@ -346,8 +342,8 @@ class Roster:
         for rank in changed.joined:
             self._release(rank)
             self._leases.begin(rank, now_s)
-        left = self._departures.left
-        for rank in {*left, *following.removed, *(loss.rank for loss in changed.lost)}:
+        lost = (loss.rank for loss in changed.lost)
+        for rank in {*self._departures.left, *following.removed, *lost}:
             self._generations.forget(rank)
             self._leases.end(rank)
         assert self.membership is not None
@@ -397,9 +393,9 @@ class Roster:
         return [m.Presence(f.rank, f.state, f.detail) for f in found]
 
     def _explain_wait(self, now_s: float) -> list[Decision]:
-        """Return once, after a while, a remark about which members a newcomer waits for."""
+        """Return once, after a while, which members a newcomer waits for."""
         if self.membership is None or self.state.over:
             return []
-        generation = self.membership.generation
-        text = self._generations.explain(self._candidates, self.late, generation, now_s)
+        known = (self._candidates, self.late, self.membership.generation)
+        text = self._generations.explain(*known, now_s)
         return [m.Remark(text)] if text else []
