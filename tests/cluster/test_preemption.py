@@ -124,11 +124,12 @@ def test_a_notice_for_all_saves_and_ends_with_75(cluster: SshCluster, tmp_path: 
     assert not job.losses, job.output
 
 
+@pytest.mark.cluster
 def test_a_notice_can_be_withdrawn(cluster: SshCluster, tmp_path: Path) -> None:
     notice = "/dev/shm/preempt"  # each host has its own
     options = f"--hosts a:1,b:2 --min 1 --preemption-notice file:{notice}"
     (tmp_path / "train.py").write_text(TRAIN)
-    job = HostJob(cluster, tmp_path, *options.split(), "--env", "SLEEP=5", script=TRAIN)
+    job = HostJob(cluster, tmp_path, *options.split(), "--env", "SLEEP=15", script=TRAIN)
     job.wait_for("step 0")
 
     def write(text: str) -> None:

@@ -153,6 +153,10 @@ class Departures:
         """Note that a process has ended, or said goodbye; return whether it was to leave."""
         return self._retiring.pop(rank, None) is not None
 
+    def is_retiring(self, rank: int) -> bool:
+        """Return whether a worker is out of the membership and may take its last step."""
+        return rank in self._retiring
+
     def retiring(self, now_s: float) -> set[int]:
         """Return the numbers of workers that may still take their last step."""
         return {number for number, until_s in self._retiring.values() if now_s < until_s}

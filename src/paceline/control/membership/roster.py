@@ -25,8 +25,7 @@ unit (state.py) join in one change, and leave in one (lifecycle.py).
     it cannot reach another member      reported_unreachable
     a backup has caught up              in_sync
     the launcher sees a process         seen, launcher_heard
-    an operator's request               scale, add_servers, remove_servers
-    a host goes away                    plan_leave (withdraw_leave: it stays)
+    an operator's request               scale, add_servers, remove_servers, plan_leave
 """
 
 from __future__ import annotations
@@ -64,6 +63,7 @@ class Roster:
         self._generations = EnteredGenerations()
         self._synced: set[tuple[int, int]] = set()  # (partition, rank) to be listed
         self._departures = Departures(policy)
+        self.is_retiring = self._departures.is_retiring
         self._expiry_s = {one.rank: now_s + policy.reserve_s for one in self.state.reserved}
         self._wanted: set[m.Wanted] = set()
         self._quiet: RosterState | None = None  # for which there is no calm change
