@@ -23,7 +23,7 @@ from paceline.ps.replication.chain import Role
 from paceline.ps.replication.replication import Replica
 from paceline.runtime.elastic.recovery_plan import plan_recovery
 from simulation.coordinator import SimCoordinator
-from simulation.faults import Fault, Nemesis, draw, draw_notices
+from simulation.faults import NOTICE, Fault, Nemesis, draw, draw_notices
 from simulation.invariants import Oracle
 from simulation.launcher import Launcher
 from simulation.lockstep import LockstepWorker
@@ -167,6 +167,31 @@ def _draw_notices(seed: int, dice: random.Random) -> Plan:
     policy, hosts = base.policy, ("home", "host 1", "host 2", "host 3")
     faults = sorted([*notices, *([] if is_alone else base.faults)], key=lambda fault: fault.at_s)
     return replace(base, policy=policy, hosts=hosts, heal_s=heal_s, faults=faults)
+
+
+def plan_of_notices(seed: int, until_s: float, num: int) -> Plan:
+    """Draw a long job whose hosts go away after notices while processes are killed, half of each.
+
+    Between two of them there is time to be whole again: what is lost twice at once is lost.
+    """
+    dice = World(seed).stream("notices")
+    faults, every_s = [], (until_s - 20.0) / num
+    for number in range(num):
+        at_s = 2.0 + every_s * (number + dice.uniform(0.0, 0.3))
+        kind = dice.choice([NOTICE, dice.choice(["kill server", "kill worker"])])
+        faults.append(Fault(at_s, kind, dice.random(), dice.random(), 8.0))
+    policy = Policy(
+        num_workers=4,
+        num_servers=3,
+        is_elastic=True,
+        max_workers=6,
+        max_servers=5,
+        replicas=2,
+        num_partitions=4,
+        reserve_s=8.0,
+    )
+    hosts = ("home", "host 1", "host 2", "host 3")
+    return Plan(seed, policy, "sync", hosts, reconnects=False, heal_s=until_s, faults=faults)
 
 
 def _draw_any(seed: int, dice: random.Random) -> Plan:

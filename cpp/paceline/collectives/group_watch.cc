@@ -70,10 +70,14 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
                     noticed + "Check the output of that rank; the group cannot continue without it.",
                 rank);
   if (silent > limits.liveness_s)
-    throw Error(ErrorKind::peer_timeout,
-                peer_name(rank) + " has not run for " + std::to_string(int(silent)) + " s" + noticed +
-                    "Its process or its machine is stopped: continue it, or raise PACELINE_LIVENESS_S.",
-                rank);
+    throw Error(
+        ErrorKind::peer_timeout,
+        peer_name(rank) + (is_neighbour ? " has not run for " : " has not been heard for ") +
+            std::to_string(int(silent)) + " s" + noticed +
+            (is_neighbour ? "Its process is stopped: continue it, or raise PACELINE_LIVENESS_S."
+                          : "Its process or its machine is stopped, or the network to it is cut: check both, or "
+                            "raise PACELINE_LIVENESS_S."),
+        rank);
 }
 
 void Group::inspect(double now) {
