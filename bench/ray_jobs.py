@@ -85,7 +85,7 @@ def measure_death(cluster: RayCluster, rounds: int) -> list[float]:
             time.sleep(0.02)
             after = [end for _, began, end in _steps(list(job.lines)) if began > died_s + 0.1]
         if not after:
-            raise SystemExit(f"ray: nobody continued after the death of a node:\n{job.text}")
+            raise SystemExit(f"ray: no worker continued after the death of a node:\n{job.text}")
         found.append(min(after) - died_s)
         job.close()
         cluster.mend()

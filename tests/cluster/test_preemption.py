@@ -143,11 +143,8 @@ def test_a_notice_can_be_withdrawn(cluster: SshCluster, tmp_path: Path) -> None:
     assert "b (2 slots): ranks 1-2; leaving: maintenance" in shown, f"{shown}\n{job.output}"
     cluster["b"].run(["rm", str(notice)])
     job.wait_for("host b stays: the notice (maintenance) was withdrawn")
-    seen = len(job.lines)
-    job.wait_for("3 workers from step", after=seen) if "had left" in job.output else None
-    write("too late")
-    job.signal(job.agent("b"), signal.SIGTERM)  # both at once: the host leaves once
-    job.wait_for("host b has left after")
+    # What was out of the membership by then leaves after its step, and comes back.
+    job.wait_for("3 workers from step", timeout_s=90)
     job.interrupt()
     job.result()
     assert not job.losses, job.output

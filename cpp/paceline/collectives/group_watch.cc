@@ -56,8 +56,9 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
   for (auto& [key, port] : ports_)
     if (port->peer() == rank) {
       lost |= key.second == lane && port->lost();
-      // A neighbour's heartbeat is in shared memory; its ports are silent while it has nothing to send.
-      if (!is_neighbour && port->is_open())
+      // A neighbour's heartbeat is in shared memory; its ports are silent while it has nothing to send. A rank that has
+      // never sent anything may still be in its last step with another group: the coordinator watches it.
+      if (!is_neighbour && port->is_open() && port->has_heard())
         silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
     }
   std::string noticed = " during " + operation.describe() + " (noticed by rank " + std::to_string(limits.rank) + "). ";

@@ -219,7 +219,7 @@ class HostDepartures:
         job, known = self._job, set(_members(self._job, here))
         for process in here:
             job.board.set_state(process.name.rank, "leaving")
-            if process.name.rank not in known:
+            if not job.was_member(process.name.rank):
                 process.signal_group(signal.SIGKILL)
         for is_server, wait in enumerate(waits):
             ranks = [p.name.rank for p in here if p.name.is_server == bool(is_server)]
