@@ -78,7 +78,7 @@ class LocalJob:
         self._board = Board(spec.process_names)
         callbacks = (self.on_end, self._on_change)
         self._hosts = JobHosts(spec, environ, self._job_id, display, *callbacks, log=say)
-        self._hosts.on_interrupt = lambda: self.on_interrupt(signal.SIGTERM)
+        self._hosts.on_interrupt = lambda: self._on_interrupt(signal.SIGTERM)
         self._hosts.on_notice = self.on_notice
         self._processes = self._hosts.processes
         self._starting: asyncio.Future[None] | None = None
@@ -320,16 +320,17 @@ class LocalJob:
     def _stop_after_notice(self, who: str, notice: Notice) -> None:
         in_s = "" if notice.within_s is None else f" in {notice.within_s:.0f} s"
         say(f"{who} goes away{in_s} ({notice.why}): the job saves and stops")
-        self.on_interrupt(signal.SIGTERM)
+        self.save_and_stop()
 
     def _on_own_notice(self, notice: Notice) -> None:
         """Stop: the job ends with the launcher's machine."""
         if not notice.is_withdrawn and not self._interrupts:
             self._stop_after_notice("the launcher's machine", notice)
 
-    def on_interrupt(self, number: signal.Signals) -> None:
-        """Stop the job, as this signal to the launcher does."""
-        self._on_interrupt(number)
+    def save_and_stop(self) -> None:
+        """Stop the job, as the first SIGTERM to the launcher does; a second one would not wait."""
+        if not self._interrupts:
+            self._on_interrupt(signal.SIGTERM)
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts.append(number)

@@ -189,7 +189,7 @@ class HostDepartures:
             f"host {departure.host} goes away in {departure.within_s:.0f} s ({departure.why}), and"
             f" {problem}: the job saves and stops"
         )
-        self._job.on_interrupt(signal.SIGTERM)
+        self._job.save_and_stop()
 
     async def _hand_over(self, departure: Departure, waits: tuple[bool, bool]) -> str:
         """Wait until everything has left; return a line about it."""
