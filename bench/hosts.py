@@ -1,6 +1,7 @@
 """All-reduce over two hosts with two processes each, plain and encrypted.
 
     sudo python bench/hosts.py [--quick]
+    sudo python bench/hosts.py --engine ray      # whole jobs on a Ray cluster instead: ray_jobs.py
 
 The hosts are network namespaces joined by a virtual cable: first as fast as the kernel goes, then
 at 1 Gbit/s. "plain sockets" are two connections, one for each pair of processes, that exchange as
@@ -92,9 +93,16 @@ def measure(title: str, runners: Sequence[Runner], plans: Sequence[Plan]) -> Sec
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few samples of 16 MB")
-    quick = parser.parse_args().quick
+    parser.add_argument("--engine", choices=("ray",), help="measure jobs on this engine instead")
+    options = parser.parse_args()
+    quick = options.quick
     if why := can_shape():
         raise SystemExit(f"hosts: cannot run here: {why}")
+    if options.engine == "ray":
+        import ray_jobs
+
+        ray_jobs.main(quick=quick)
+        return
     facts = machine()
     print("  ".join(f"{name}: {value}" for name, value in facts.items()))
 

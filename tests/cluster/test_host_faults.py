@@ -199,7 +199,7 @@ def test_a_stopped_worker_is_the_first_line_of_the_report(
     assert job.result() == 1, job.output
     report = [line for line in job.lines if "frozen" in line or "failed first" in line]
     assert "rank 3 was frozen" in report[0] and "on host c)" in report[0], job.output
-    assert "PeerTimeout: rank 3 has not run for" in job.output
+    assert "PeerTimeout: rank 3 has not been heard for" in job.output
 
 
 @pytest.mark.cluster

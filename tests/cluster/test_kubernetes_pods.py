@@ -226,7 +226,7 @@ def test_an_elastic_job_continues_without_a_drained_pod(tmp_path: Path) -> None:
         launcher.wait_for("train-worker-0-1 step 20 of 2", 90)
         worker.signal(signal.SIGTERM)
         assert worker.wait(30) == 128 + signal.SIGTERM, pods.outputs()
-        launcher.wait_for("host train-worker-0-1.train is removed", 10)
+        launcher.wait_for("host train-worker-0-1.train has left after", 10)
         pods.replace("train-worker-0-1")
         launcher.wait_for("host train-worker-0-1.train is in the job", 60)
         (tmp_path / "data" / "finish").touch()

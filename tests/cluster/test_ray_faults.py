@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_bench import RayBench
 
 from support.cluster.ray_cluster import RayCluster
+from support.cluster.ray_job import RayJob
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -23,24 +23,24 @@ def nodes() -> Iterator[RayCluster]:
 
 
 @pytest.fixture
-def bench(nodes: RayCluster, tmp_path: Path) -> Iterator[RayBench]:
-    made = RayBench(nodes, tmp_path)
+def bench(nodes: RayCluster, tmp_path: Path) -> Iterator[RayJob]:
+    made = RayJob(nodes, tmp_path)
     yield made
     made.close()
 
 
-def steps(bench: RayBench) -> int:
+def steps(bench: RayJob) -> int:
     """Return the last step that the display has shown."""
     found = re.findall(r"paceline: steps? (?:\d+ to )?(\d+)", bench.text)
     return int(found[-1]) if found else 0
 
 
-def lost_on_c(bench: RayBench) -> list[str]:
+def lost_on_c(bench: RayJob) -> list[str]:
     """Return the reports of processes that were lost with node c."""
     return re.findall(r"\(host c, pid \d+\) lost: .*", bench.text)
 
 
-def test_a_node_dies_and_another_one_takes_its_processes(bench: RayBench):
+def test_a_node_dies_and_another_one_takes_its_processes(bench: RayJob):
     bench.start("-n", "4", "-s", "2", "--replicas", "2", "--pace", "ssp:3")
     bench.wait_for(lambda: len(bench.hosts_of_workers()) == 4)
     bench.wait_for(lambda: steps(bench) > 0)
@@ -63,7 +63,7 @@ def test_a_node_dies_and_another_one_takes_its_processes(bench: RayBench):
     bench.cluster.wait_until_free()
 
 
-def test_workers_are_added_as_ray_has_room_and_the_room_is_given_back(bench: RayBench):
+def test_workers_are_added_as_ray_has_room_and_the_room_is_given_back(bench: RayJob):
     room = 2 * bench.cluster.nodes
     bench.start("-n", "1", "--min", "1", "--max", "9")
     bench.wait_for(lambda: bench.hosts_of_workers() == sorted(room))
@@ -75,7 +75,7 @@ def test_workers_are_added_as_ray_has_room_and_the_room_is_given_back(bench: Ray
     bench.cluster.wait_until_free()
 
 
-def test_training_outlives_the_head_as_long_as_ray_does(bench: RayBench):
+def test_training_outlives_the_head_as_long_as_ray_does(bench: RayJob):
     """The last test: the cluster has no head any more."""
     words = ["-n", "2", "--placement", "spread", "--resources", "CPU=1.5"]
     bench.cluster.fill(bench.cluster["a"])  # workers are on the other two

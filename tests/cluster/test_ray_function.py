@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from ray_bench import RayBench
+
+from support.cluster.ray_job import RayJob
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -78,13 +79,13 @@ if __name__ == "__main__":
 @pytest.fixture
 def bench(ray_hosts, tmp_path: Path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    made = RayBench(ray_hosts, tmp_path)
+    made = RayJob(ray_hosts, tmp_path)
     yield made
     made.close()
     ray_hosts.wait_until_free()
 
 
-def call(bench: RayBench, *words: str):
+def call(bench: RayJob, *words: str):
     """Run the program; return its answer."""
     bench.start_command(bench.cluster.python, "program.py", *words)
     assert bench.finish(within_s=120) == 0, bench.text
@@ -92,7 +93,7 @@ def call(bench: RayBench, *words: str):
     return json.loads(line.removeprefix("ANSWER"))
 
 
-def test_a_function_is_shipped_and_its_results_come_back(bench: RayBench):
+def test_a_function_is_shipped_and_its_results_come_back(bench: RayJob):
     answer = call(bench, "train", str(bench.directory / "saved"))
     assert answer["ranks"] in ([0, 1], [0, 1, 2]) and answer["is_tensor"]
     assert len(set(answer["hosts"])) >= 2
@@ -101,12 +102,12 @@ def test_a_function_is_shipped_and_its_results_come_back(bench: RayBench):
     assert Path(answer["checkpoint"]).is_dir() and "saved" in answer["checkpoint"]
 
 
-def test_batches_of_a_ray_dataset_come_once(bench: RayBench):
+def test_batches_of_a_ray_dataset_come_once(bench: RayJob):
     answer = call(bench, "data")
     assert answer == {"rows": list(range(100)), "batches": 13}
 
 
-def test_one_report_if_a_function_fails_or_cannot_be_shipped(bench: RayBench):
+def test_one_report_if_a_function_fails_or_cannot_be_shipped(bench: RayJob):
     error = call(bench, "fail")["error"]
     assert error.startswith("LaunchError: the job on Ray ended with exit code 1")
     assert "rank 1 failed first" in error and "ValueError: no such luck" in error
@@ -115,7 +116,7 @@ def test_one_report_if_a_function_fails_or_cannot_be_shipped(bench: RayBench):
     assert "returned lock, which Ray cannot ship" in call(bench, "result")["error"]
 
 
-def test_a_submitted_job_runs_and_stops(bench: RayBench):
+def test_a_submitted_job_runs_and_stops(bench: RayJob):
     """`ray job submit` copies the directory to the nodes; `ray job stop` leaves nothing."""
     cluster, words = bench.cluster, ["--env", "STEPS=25", "-n", "2", "--placement", "spread"]
     submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--working-dir", "."]

@@ -8,23 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_bench import RayBench
 
 from support.cluster.ray_cluster import SESSIONS, RayCluster
+from support.cluster.ray_job import RayJob
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
-def bench(ray_hosts: RayCluster, tmp_path: Path) -> Iterator[RayBench]:
+def bench(ray_hosts: RayCluster, tmp_path: Path) -> Iterator[RayJob]:
     """A bench; after the test no process of a job is left, and Ray has all its room back."""
-    made = RayBench(ray_hosts, tmp_path)
+    made = RayJob(ray_hosts, tmp_path)
     yield made
     made.close()
     ray_hosts.wait_until_free()
 
 
-def test_all_reduce_on_the_nodes_that_ray_chooses(bench: RayBench):
+def test_all_reduce_on_the_nodes_that_ray_chooses(bench: RayJob):
     code, text = bench.run("-n", "3", "--placement", "spread", steps=25)
     assert code == 0, text
     assert bench.hosts_of_workers() == ["a", "b", "c"]
@@ -38,7 +38,7 @@ def test_all_reduce_on_the_nodes_that_ray_chooses(bench: RayBench):
         assert "1" in found.stdout.split(), name
 
 
-def test_servers_with_two_copies_are_on_different_nodes(bench: RayBench):
+def test_servers_with_two_copies_are_on_different_nodes(bench: RayJob):
     words = ["-n", "2", "-s", "2", "--replicas", "2", "--pace", "ssp:3"]
     code, text = bench.run(*words, steps=25)
     assert code == 0, text
@@ -46,9 +46,9 @@ def test_servers_with_two_copies_are_on_different_nodes(bench: RayBench):
     assert text.count("weights") == 2
 
 
-def test_two_jobs_share_the_cluster_and_do_not_meet(bench: RayBench, tmp_path: Path):
+def test_two_jobs_share_the_cluster_and_do_not_meet(bench: RayJob, tmp_path: Path):
     (tmp_path / "other").mkdir()
-    other = RayBench(bench.cluster, tmp_path / "other")
+    other = RayJob(bench.cluster, tmp_path / "other")
     bench.start("-n", "2", "--placement", "spread", steps=200)
     other.start("-n", "3", "--placement", "spread", on="b", steps=100)
     assert (bench.finish(), other.finish()) == (0, 0), bench.text + other.text
@@ -58,14 +58,14 @@ def test_two_jobs_share_the_cluster_and_do_not_meet(bench: RayBench, tmp_path: P
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_cancelled_job_leaves_nothing(bench: RayBench, number: signal.Signals):
+def test_a_cancelled_job_leaves_nothing(bench: RayJob, number: signal.Signals):
     bench.start("-n", "2", "-s", "1", "--pace", "ps", "--placement", "spread")
     bench.wait_for(lambda: len(bench.hosts_of_workers()) == 2)
     bench.send(number)
     assert bench.finish(within_s=20) in (128 + number, -number)
 
 
-def test_one_report_for_each_wrong_input(bench: RayBench):
+def test_one_report_for_each_wrong_input(bench: RayJob):
     cluster, begun_s = bench.cluster, time.monotonic()
     code, text = bench.run("-n", "30", "--wait", "6")
     assert code == 1 and text.count("they need CPU=30") == 2, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from itertools import chain, count
 from pathlib import Path
@@ -67,6 +68,32 @@ def test_leases_of_a_killed_worker_are_issued_again(tmp_path: Path) -> None:
             if epoch != 1:
                 assert not twice
         assert "epoch 1: 240 samples, each at least once" in job.ranks.output(0)
+
+
+def test_a_planned_leave_in_the_middle_of_a_lease_repeats_nothing(tmp_path: Path) -> None:
+    flag = tmp_path / "enough"
+    with elastic_job(policy(3, num_servers=1, num_partitions=1)) as job:
+        job.start(run_free, str(flag))
+        left: list[Any] = []
+        while (thing := job.ranks.receive(1, 60)) != "stuck":
+            left.append(thing)
+        job.operator.plan_leave([1])
+        while 1 in job.operator.status().membership.ranks:
+            time.sleep(0.01)
+        job.ranks.send(1, None)  # it takes its last step, and leaves
+        others = [job.ranks.receive(0, 60)]
+        while others[-1][0] < 4:
+            others.append(job.ranks.receive(0, 60))
+        flag.touch()
+        outcomes = job.ranks.wait(60)
+        assert [o.status for o in outcomes[:3]] == [0, 0, 0], "\n".join(map(str, outcomes))
+        done = [left, others, *(job.processes[rank].told for rank in (0, 1, 2))]
+        for epoch in range(3):
+            counts = Counter(chain(*(b for part in done for e, b in part if e == epoch)))
+            assert set(counts.values()) == {1}, "nothing comes twice"
+            # It left in the step of one batch, before it could report that.
+            assert len(counts) == SAMPLES - (SIZE if epoch == 1 else 0), "nothing is left out"
+        assert "reassigned after a loss" not in job.ranks.output(0)
 
 
 def learn_in_step(group: Group) -> None:

@@ -16,6 +16,7 @@ from paceline.control import messages as m
 from paceline.control.coordinator.journal import CoordinatorState, Entry, Journal, _framed, _replay
 from paceline.control.coordinator.store import StoreService
 from paceline.control.member import Member
+from paceline.control.membership.changes import removable_members
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
 from paceline.control.membership.state import Decision
@@ -197,6 +198,13 @@ class SimCoordinator(Process):
             self._lines.pop(rank, None)
             self._carry_out(self.roster.left(rank, self.now, is_finished=is_finished))
 
+    @property
+    def unwanted(self) -> tuple[int, ...]:
+        """The members that leave in the next calm change."""
+        if self.roster.membership is None:
+            return ()
+        return removable_members(self.policy, self.roster.state)
+
     # -- the launcher -------------------------------------------------------------------------
 
     def _on_launcher(self, end: End) -> None:
@@ -204,7 +212,7 @@ class SimCoordinator(Process):
         self.roster.launcher_heard(self.now)
         for wanted in self.roster.wanted:
             end.send(("wanted", wanted.role, wanted.number))
-        for rank in self.roster.unwanted:
+        for rank in self.unwanted:
             end.send(("unwanted", rank))
 
     def _on_seen(self, end: End, rank: int, stopped_for_s: float | None) -> None:
@@ -224,6 +232,12 @@ class SimCoordinator(Process):
 
     def _on_wish(self, end: End, what: str, argument: Any) -> None:
         self._carry_out(getattr(self.roster, what)(argument, self.now))
+
+    def _on_plan_leave(self, end: End, ranks: list[int], waits: bool) -> None:
+        self._carry_out(self.roster.plan_leave(ranks, self.now, waits=waits))
+
+    def _on_withdraw_leave(self, end: End, ranks: list[int]) -> None:
+        self._carry_out(self.roster.withdraw_leave(ranks, self.now))
 
     # -- what it does -------------------------------------------------------------------------
 

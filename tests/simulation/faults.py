@@ -46,6 +46,8 @@ NETWORK_KINDS = {
     "drop": 6,
     "far": 2,
 }
+# Only in plans about notices (job.py): a host goes away after `lasts_s`, and says so before.
+NOTICE, WITHDRAWN = "notice", "withdrawn notice"
 # What a plan may prefer: these are drawn as often as all others together.
 TASTES = (
     (),
@@ -75,6 +77,11 @@ class Fault:
         """Whether it is no fault, but what a person asks for."""
         return self.kind in _WISHES
 
+    @property
+    def is_notice(self) -> bool:
+        """Whether a host goes away that has said so before."""
+        return self.kind in (NOTICE, WITHDRAWN)
+
 
 def draw(dice: random.Random, until_s: float, *, num: int, has_network: bool) -> list[Fault]:
     """Draw a plan; everything is over (healed, continued) at `until_s`.
@@ -96,6 +103,16 @@ def draw(dice: random.Random, until_s: float, *, num: int, has_network: bool) ->
     return sorted(plan, key=lambda fault: fault.at_s)
 
 
+def draw_notices(dice: random.Random, until_s: float, num: int, lasts_s: float) -> list[Fault]:
+    """Draw notices of hosts that go away after `lasts_s`; some are withdrawn after that."""
+    kinds = [NOTICE, NOTICE, NOTICE, WITHDRAWN]
+    plan = [
+        Fault(dice.uniform(1.0, until_s), dice.choice(kinds), dice.random(), dice.random(), lasts_s)
+        for _ in range(num)
+    ]
+    return sorted(plan, key=lambda fault: fault.at_s)
+
+
 class Nemesis:
     """Carries a plan out."""
 
@@ -108,6 +125,8 @@ class Nemesis:
         verb, _, role = fault.kind.partition(" ")
         if fault.kind in ("add server", "remove server", "scale"):
             self._job.launcher.wish(fault.kind, fault.pick)
+        elif fault.kind in (NOTICE, WITHDRAWN):
+            self._notice(fault)
         elif verb in ("kill", "stop", "starve"):
             victim = _choose(self._victims(role), fault.pick)
             if victim is None:
@@ -123,6 +142,31 @@ class Nemesis:
             self._slow(fault)
         else:
             getattr(self, f"_{fault.kind.replace(' ', '_')}")(fault)
+
+    def _notice(self, fault: Fault) -> None:
+        """Let a host go away after a notice; if that is withdrawn, the host stays."""
+        host = _choose([one for one in self._job.hosts() if one != "home"], fault.pick)
+        if host is None or host in self._job.leaving_hosts:
+            return
+        self._job.leaving_hosts.add(host)
+        self._plan_leave(host, fault.other < 0.5)
+        self._world.after(fault.lasts_s, self._end_notice, host, fault.kind)
+
+    def _plan_leave(self, host: str, waits: bool) -> None:
+        if host in self._job.leaving_hosts:
+            self._job.launcher.plan_leave(host, waits=waits)
+            # Again and again: a process that was starting there may have joined.
+            self._world.after(0.5, self._plan_leave, host, waits)
+
+    def _end_notice(self, host: str, kind: str) -> None:
+        self._job.leaving_hosts.discard(host)  # there is another host with that name
+        here = [member for member in self._job.living() if member.host == host]
+        if kind == WITHDRAWN:
+            self._job.launcher.withdraw_leave([member.rank for member in here])
+            return
+        for member in here:
+            self._job.oracle.counted["processes lost at a deadline"] += 1
+            member.crash("its host is gone")
 
     def _victims(self, role: str) -> list[Process]:
         if role == "coordinator":

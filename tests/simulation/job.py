@@ -23,7 +23,7 @@ from paceline.ps.replication.chain import Role
 from paceline.ps.replication.replication import Replica
 from paceline.runtime.elastic.recovery_plan import plan_recovery
 from simulation.coordinator import SimCoordinator
-from simulation.faults import Fault, Nemesis, draw
+from simulation.faults import NOTICE, Fault, Nemesis, draw, draw_notices
 from simulation.invariants import Oracle
 from simulation.launcher import Launcher
 from simulation.lockstep import LockstepWorker
@@ -72,9 +72,11 @@ class Plan:
 
 
 def plan(seed: int) -> Plan:
-    """Draw a job; one in ten is about fencing, one in ten about workers without servers, and one in
-    ten about units of them."""
+    """Draw a job; one in ten is about fencing, one in ten about workers without servers, one in ten
+    about units of them, and one in ten about hosts that go away after a notice."""
     dice = World(seed).stream("plan")
+    if seed % 10 == 1:
+        return _draw_notices(seed, dice)
     if seed % 10 == 7:
         return _draw_units(seed, dice)
     if seed % 5 == 4:
@@ -155,6 +157,43 @@ def _draw_fencing(seed: int, dice: random.Random) -> Plan:
     )
 
 
+def _draw_notices(seed: int, dice: random.Random) -> Plan:
+    """Hosts that go away after a notice; one half of the jobs has other faults as well."""
+    base = dice.choice([_draw_any, _draw_lockstep, _draw_units])(seed, dice)
+    heal_s = dice.uniform(12.0, 25.0)
+    is_alone = dice.random() < 0.5
+    # Long enough to leave, unless other faults keep the members from that.
+    notices = draw_notices(dice, heal_s - 8.0, dice.choice([1, 2, 3]), 8.0)
+    policy, hosts = base.policy, ("home", "host 1", "host 2", "host 3")
+    faults = sorted([*notices, *([] if is_alone else base.faults)], key=lambda fault: fault.at_s)
+    return replace(base, policy=policy, hosts=hosts, heal_s=heal_s, faults=faults)
+
+
+def plan_of_notices(seed: int, until_s: float, num: int) -> Plan:
+    """Draw a long job whose hosts go away after notices while processes are killed, half of each.
+
+    Between two of them there is time to be whole again: what is lost twice at once is lost.
+    """
+    dice = World(seed).stream("notices")
+    faults, every_s = [], (until_s - 20.0) / num
+    for number in range(num):
+        at_s = 2.0 + every_s * (number + dice.uniform(0.0, 0.3))
+        kind = dice.choice([NOTICE, dice.choice(["kill server", "kill worker"])])
+        faults.append(Fault(at_s, kind, dice.random(), dice.random(), 8.0))
+    policy = Policy(
+        num_workers=4,
+        num_servers=3,
+        is_elastic=True,
+        max_workers=6,
+        max_servers=5,
+        replicas=2,
+        num_partitions=4,
+        reserve_s=8.0,
+    )
+    hosts = ("home", "host 1", "host 2", "host 3")
+    return Plan(seed, policy, "sync", hosts, reconnects=False, heal_s=until_s, faults=faults)
+
+
 def _draw_any(seed: int, dice: random.Random) -> Plan:
     num_servers = dice.choice([1, 2, 3, 3, 4, 4, 5])
     num_workers = dice.choice([1, 2, 2, 3, 4])
@@ -200,6 +239,7 @@ class SimJob:
         )
         self.coordinator.announces_first = cores.announces_first
         self.by_rank: dict[int, SimMember] = {}
+        self.leaving_hosts: set[str] = set()
         self._dice = self.world.stream("job")
         self.launcher = Launcher(self)
         self.is_whole_since: float | None = None
@@ -210,7 +250,8 @@ class SimJob:
         make = in_lockstep.get(self.mode, make)
         host = self.plan.hosts[place.rank % len(self.plan.hosts)]
         if is_newcomer:
-            host = self._dice.choice(self.plan.hosts)
+            staying = [one for one in self.plan.hosts if one not in self.leaving_hosts]
+            host = self._dice.choice(staying or self.plan.hosts)
         member = make(self, place, host, is_newcomer=is_newcomer)
         self.by_rank[place.rank] = member
         return member
@@ -237,11 +278,18 @@ class SimJob:
                 not missing, "{} s after the last fault {}", LIVENESS_S, "; ".join(missing)
             )
             self.oracle.check_counts()
+            if all(fault.is_notice for fault in self.plan.faults):
+                self._require_no_loss()
             if self.mode in ("lockstep", "units"):
                 self.oracle.check_logs()
             else:
                 self._finish()
         self.oracle.check_history()
+
+    def _require_no_loss(self) -> None:
+        """Hosts went away after a notice, and nothing else happened: nobody is lost."""
+        for what in ("workers lost", "servers lost", "processes lost at a deadline"):
+            self.oracle.require(not self.oracle.counted[what], "{} after a notice", what)
 
     def _finish(self) -> None:
         """Let the workers end one after the other, as when the work is done; one is killed then.
@@ -290,7 +338,8 @@ class SimJob:
         now = roster.state.membership
         missing = [f"{w.role} {w.number} is wanted" for w in roster.wanted]
         missing += [f"{p.role} {p.number} is on its way" for p in roster.state.reserved]
-        missing += [f"rank {rank} was to leave" for rank in roster.unwanted]
+        missing += [f"rank {one.rank} is to leave as planned" for one in roster.state.leaving]
+        missing += [f"rank {rank} was to leave" for rank in self.coordinator.unwanted]
         for rank in now.ranks:
             member = self.by_rank[rank]
             if not member.is_alive:

@@ -115,6 +115,15 @@ class Launcher(Process):
             self._asked.add((role, number))
             self._control.send(("reserve", role, number))
 
+    def plan_leave(self, host: str, *, waits: bool) -> None:
+        """Let all members on a host leave."""
+        here = [member for member in self.job.living() if member.host == host]
+        self._pass_on(("plan_leave", [member.rank for member in here], waits))
+
+    def withdraw_leave(self, ranks: list[int]) -> None:
+        """Let those stay that have not left yet."""
+        self._pass_on(("withdraw_leave", ranks))
+
     def _end_lost(self, changed: m.Changed) -> None:
         """End those of this host that the job goes on without."""
         for loss in changed.lost:
@@ -134,7 +143,10 @@ class Launcher(Process):
             message = ("wish", "add_servers", 1)
         else:
             message = ("wish", "remove_servers", [int(pick * policy.num_servers)])
-        self.world.say(self.name, "passes on: {} {}", message[1], message[2])
+        self._pass_on(message)
+
+    def _pass_on(self, message: tuple[Any, ...]) -> None:
+        self.world.say(self.name, "passes on: {}", message)
         if self._control is not None:
             self._control.send(message)
         else:

@@ -56,8 +56,9 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
   for (auto& [key, port] : ports_)
     if (port->peer() == rank) {
       lost |= key.second == lane && port->lost();
-      // A neighbour's heartbeat is in shared memory; its ports are silent while it has nothing to send.
-      if (!is_neighbour && port->is_open())
+      // A neighbour's heartbeat is in shared memory; its ports are silent while it has nothing to send. A rank that has
+      // never sent anything may still be in its last step with another group: the coordinator watches it.
+      if (!is_neighbour && port->is_open() && port->has_heard())
         silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
     }
   std::string noticed = " during " + operation.describe() + " (noticed by rank " + std::to_string(limits.rank) + "). ";
@@ -70,10 +71,14 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
                     noticed + "Check the output of that rank; the group cannot continue without it.",
                 rank);
   if (silent > limits.liveness_s)
-    throw Error(ErrorKind::peer_timeout,
-                peer_name(rank) + " has not run for " + std::to_string(int(silent)) + " s" + noticed +
-                    "Its process or its machine is stopped: continue it, or raise PACELINE_LIVENESS_S.",
-                rank);
+    throw Error(
+        ErrorKind::peer_timeout,
+        peer_name(rank) + (is_neighbour ? " has not run for " : " has not been heard for ") +
+            std::to_string(int(silent)) + " s" + noticed +
+            (is_neighbour ? "Its process is stopped: continue it, or raise PACELINE_LIVENESS_S."
+                          : "Its process or its machine is stopped, or the network to it is cut: check both, or "
+                            "raise PACELINE_LIVENESS_S."),
+        rank);
 }
 
 void Group::inspect(double now) {

@@ -69,6 +69,7 @@ class Port {
   // The peer is gone, and nothing that it sent is left to read, or what is left will never be received.
   bool lost() const { return channel_ && (channel_->lost() || (channel_->unwritable() && is_parked())); }
   double heard_s() const { return heard_s_; }
+  bool has_heard() const { return in_sequence_ > 0 || in_at_ > 0; }  // the peer has sent anything
   void close_after_fork() {
     if (channel_) channel_->close_after_fork();
   }

@@ -10,7 +10,6 @@ of a newcomer. On another host it needs the coordinator's address and a copy of 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +89,8 @@ def describe(current: Status) -> list[str]:
     lines = [f"generation {current.generation}; {bounds}"]
     for member in _by_role(current.membership.members):
         state = current.states.get(member.rank, "")
+        if not state and member.rank in current.leaving:
+            state = "leaving: its host goes away"
         if not state and member.rank in current.not_adopted:
             state = f"not yet in generation {current.generation}"
         where = f"rank {member.rank}, host {member.hostname}, pid {member.pid}"
@@ -205,7 +206,7 @@ def set_pace(name: str | None, setting: str) -> int:
 
 
 def stop(name: str | None) -> int:
-    """Send SIGTERM to the launcher of a job, and wait for the end of the job."""
+    """Ask the launcher of a job to stop, and wait for the end of the job."""
     found = find_job(name, inherited_environ())
     facts = found.facts
     if not found.is_supervised:
@@ -216,7 +217,7 @@ def stop(name: str | None) -> int:
         _print([f"job {facts.name} had no supervisor; its processes were ended"])
         return 0
     try:
-        os.kill(facts.supervisor, signal.SIGTERM)
+        os.kill(facts.supervisor, facts.stop_signal)
     except ProcessLookupError:
         raise LaunchError(
             f"job {facts.name}: process {facts.supervisor} is not in this container; stop the job"

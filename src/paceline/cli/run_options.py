@@ -161,6 +161,25 @@ def run(
         float,
         typer.Option("--grace", metavar="S", help="Seconds from SIGTERM to SIGKILL; default: 3."),
     ] = 3.0,
+    preemption_notice: Annotated[
+        str | None,
+        typer.Option(
+            "--preemption-notice",
+            metavar="SOURCE",
+            help="What each host looks at for a notice that it goes away: file:/path, http://...,"
+            " or the metadata address of aws, gcp or azure (aws=http://... for another address)."
+            " Default: nothing.",
+        ),
+    ] = None,
+    preemption_deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--preemption-deadline",
+            metavar="TIME",
+            help="How long a host has after a notice without a time, such as 30s or 2m; default:"
+            " 30s, on Kubernetes 45s.",
+        ),
+    ] = None,
     detach: Annotated[
         bool,
         typer.Option("--detach", help="Run in the background; see `paceline attach`."),
@@ -257,6 +276,7 @@ def run(
     from paceline.launcher.hosts.host_list import chosen_hosts, parse_host_names
     from paceline.launcher.hosts.placement import num_slots
     from paceline.launcher.job_size import parse_data_workers, plan_changes, plan_servers
+    from paceline.launcher.preemption.notice import parse_duration
     from paceline.launcher.spec import RunSpec, parse_env
     from paceline.observe.telemetry.trace import TracedSteps
     from paceline.pace.parse import parse_schedule
@@ -331,6 +351,10 @@ def run(
         encrypt=not no_encrypt,
         remote_python=python,
         activate=activate,
+        preemption_notice=preemption_notice or "",
+        preemption_deadline_s=None
+        if preemption_deadline is None
+        else parse_duration(preemption_deadline, "--preemption-deadline"),
         given=_given(context),
     )
     if is_for_queue:

@@ -162,7 +162,8 @@ class SettlePortions(FromMember, frozen=True):
     line: str
     index: int
     done: tuple[int, ...] = ()
-    back: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()  # parts of them may have been done
+    begun: tuple[tuple[int, int], ...] = ()  # others: portion, and how many of its parts are done
 
 
 class FromCoordinator(msgspec.Struct, frozen=True, tag=True):
@@ -192,6 +193,7 @@ class Lent(Answer, frozen=True):
     portion: int  # -1: there is none now
     missing: int  # portions that are not done, without this member's
     again: int  # portions that were leased a second time
+    begun: int = 0  # parts of the portion that another member has done before it left
 
 
 class PoolState(Answer, frozen=True):
@@ -291,7 +293,8 @@ class PaceSettled(FromCoordinator, frozen=True):
 
 
 class Presence(FromCoordinator, frozen=True):
-    """The new state of a member: "lost", "left", "silent" (no heartbeat) or "back"."""
+    """The new state of a member: "lost", "left", "silent" (no heartbeat), "leaving" (its host goes
+    away) or "back"."""
 
     rank: int
     state: str

@@ -56,6 +56,15 @@ class RemoveServers(Ask, frozen=True):
     numbers: tuple[int, ...]
 
 
+class PlanLeave(Ask, frozen=True):
+    """Let members leave because their host goes away; replacements are wanted at once."""
+
+    ranks: tuple[int, ...]
+    waits: bool = False  # workers work until their replacements are ready
+    is_withdrawn: bool = False  # those that have not left yet stay
+    why: str = ""
+
+
 class SetPace(Ask, frozen=True):
     """Change the pace of all workers. Answered with the step after which it changes."""
 
@@ -116,6 +125,7 @@ class Status(m.Answer, frozen=True):
     over: str = ""
     num_workers: int = 0  # that the job is to have: those present and those wanted
     num_servers: int = 0  # the same
+    leaving: tuple[int, ...] = ()  # ranks of members whose host goes away
 
     @property
     def generation(self) -> int:
@@ -152,6 +162,7 @@ OperatorMessage: TypeAlias = (
     | Scale
     | AddServers
     | RemoveServers
+    | PlanLeave
     | SetPace
     | ChangeHosts
     | HostsChanged

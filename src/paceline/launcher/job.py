@@ -29,11 +29,12 @@ from paceline.control.coordinator.coordinator import Coordinator
 from paceline.control.transport.auth import load_secret
 from paceline.launcher.environment import SERVER_PATIENCE_S, JobAddresses
 from paceline.launcher.hang import HangWatch
-from paceline.launcher.hosts.host_list import HostSlots
 from paceline.launcher.hosts.job_hosts import JobHosts
 from paceline.launcher.job_registry import FoundJob, new_job_id
 from paceline.launcher.job_resources import JobResources
 from paceline.launcher.outcome import JobOutcome
+from paceline.launcher.preemption.notice import Notice
+from paceline.launcher.preemption.poller import NoticePoller
 from paceline.launcher.processes.process import RankProcess
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.observe.display.board import Board, BoardSnapshot
@@ -77,7 +78,8 @@ class LocalJob:
         self._board = Board(spec.process_names)
         callbacks = (self.on_end, self._on_change)
         self._hosts = JobHosts(spec, environ, self._job_id, display, *callbacks, log=say)
-        self._hosts.on_interrupt = self.on_agent_asked
+        self._hosts.on_interrupt = lambda: self._on_interrupt(signal.SIGTERM)
+        self._hosts.on_notice = self.on_notice
         self._processes = self._hosts.processes
         self._starting: asyncio.Future[None] | None = None
         steps = spec.trace_in(environ)
@@ -135,6 +137,10 @@ class LocalJob:
         if not self._board.has_progress:
             return None
         return self._board.snapshot(time.monotonic())
+
+    @property
+    def spec(self) -> RunSpec:
+        return self._spec
 
     @property
     def board(self) -> Board:
@@ -198,6 +204,9 @@ class LocalJob:
         self.on_started()
         self._display.start()
         tasks = [asyncio.ensure_future(run()) for run in (self._paint, self._explain_hangs)]
+        if self.spec.notice_source is not None:
+            poller = NoticePoller(self.spec.notice_source, self._on_own_notice, say)
+            tasks.append(asyncio.ensure_future(poller.watch()))
         try:
             await self._watch()
             await self._stop()
@@ -303,10 +312,25 @@ class LocalJob:
             " workers"
         )
 
-    def on_agent_asked(self, number: signal.Signals, host: HostSlots) -> None:
-        """Stop the job because the agent of a host was asked to: SIGPWR is not for workers."""
-        del number, host
-        self._on_interrupt(signal.SIGTERM)
+    def on_notice(self, host: str, notice: Notice) -> None:
+        """Handle a notice that a host goes away: this job cannot continue without any of them."""
+        if not notice.is_withdrawn:
+            self._stop_after_notice(f"host {host}", notice)
+
+    def _stop_after_notice(self, who: str, notice: Notice) -> None:
+        in_s = "" if notice.within_s is None else f" in {notice.within_s:.0f} s"
+        say(f"{who} goes away{in_s} ({notice.why}): the job saves and stops")
+        self.save_and_stop()
+
+    def _on_own_notice(self, notice: Notice) -> None:
+        """Stop: the job ends with the launcher's machine."""
+        if not notice.is_withdrawn and not self._interrupts:
+            self._stop_after_notice("the launcher's machine", notice)
+
+    def save_and_stop(self) -> None:
+        """Stop the job, as the first SIGTERM to the launcher does; a second one would not wait."""
+        if not self._interrupts:
+            self._on_interrupt(signal.SIGTERM)
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts.append(number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import signal
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -72,6 +73,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""  # which wrote this: the launcher's, or that of an agent
     launcher_host: str = ""  # where the launcher runs, in the facts that an agent keeps
     grace_s: float
+    stop_signal: int = int(signal.SIGTERM)  # with which `paceline stop` asks the supervisor
     # Of a detached job, for its next supervisor: the options, and what new processes inherit.
     spec: msgspec.Raw = msgspec.Raw(b"null")
     environ: dict[str, str] = {}

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
+
 from paceline.control.transport.auth import create_secret_file
 from paceline.control.transport.sockets import split_address
 from paceline.launcher.environment import JobAddresses
@@ -86,11 +88,21 @@ class JobResources:
             secret_file=str(self.secret_file),
             master_port=self.master_port,
         )
-        facts = self.facts = facts_of(self._spec, addresses)
-        if self._spec.is_detached:
-            facts = facts.with_spec(self._spec, self._environ)
-        write_facts(self.directory, facts)
+        self.facts = facts_of(self._spec, addresses)
+        self._write_facts()
         return addresses
+
+    def show_hosts(self, states: Mapping[str, str]) -> None:
+        """Write the states of hosts into job.json: of those that leave."""
+        names = [one.partition(" ")[0] for one in self.facts.hosts]
+        hosts = tuple(f"{one} ({states[one]})" if one in states else one for one in names)
+        self.facts = msgspec.structs.replace(self.facts, hosts=hosts)
+        self._write_facts()
+
+    def _write_facts(self) -> None:
+        is_detached = self._spec.is_detached
+        facts = self.facts.with_spec(self._spec, self._environ) if is_detached else self.facts
+        write_facts(self.directory, facts)
 
     def output(self, name: ProcessName) -> ProcessOutput:
         """Return where a process writes its output."""

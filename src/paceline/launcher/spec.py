@@ -19,6 +19,7 @@ from paceline.launcher.engines.ray.request import RayRequest
 from paceline.launcher.hosts.host_list import HostSlots
 from paceline.launcher.hosts.placement import Placement
 from paceline.launcher.job_size import MAX_WORKERS, ElasticPlan, ServerPlan, check_data_workers
+from paceline.launcher.preemption.notice import NoticeSource
 from paceline.launcher.processes.run_script import Command
 from paceline.observe.telemetry.trace import TracedSteps
 from paceline.options.table import require_precision
@@ -90,6 +91,8 @@ class RunSpec:
     encrypt: bool = True  # between hosts
     remote_python: str | None = None  # interpreter on the other hosts
     activate: str | None = None  # a line for the shell of each other host, run before
+    preemption_notice: str = ""  # a source of notices; see launcher/preemption
+    preemption_deadline_s: float | None = None  # of notices without a time; None: the engine's
     given: frozenset[str] = (
         frozenset()
     )  # options on the command line, by their names in cli/run_options.py
@@ -139,6 +142,13 @@ class RunSpec:
                 " --min, --max, --on-loss, --replicas, --max-servers and --detach"
             )
         check_host_options(self)
+        if self.preemption_notice:
+            NoticeSource.parse(self.preemption_notice)
+
+    @property
+    def notice_source(self) -> NoticeSource | None:
+        """What each host looks at for a notice that it goes away; None: nothing."""
+        return NoticeSource.parse(self.preemption_notice) if self.preemption_notice else None
 
     @property
     def num_servers(self) -> int:

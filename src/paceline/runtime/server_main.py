@@ -8,7 +8,7 @@ import sys
 import torch
 
 from paceline import _core
-from paceline.errors import TooLate, UsageError
+from paceline.errors import JobOver, TooLate, UsageError
 from paceline.ps.server.optimizer import use_threads
 from paceline.ps.server.process import ServerProcess
 from paceline.runtime import job
@@ -35,7 +35,10 @@ def main() -> int:
             say(f"server {mine.env.number} is not needed: {error}")
             job.shutdown()
             return 0
-    ServerProcess(mine.fabric, mine.env, mine.rendezvous.agent).run()
+    try:
+        ServerProcess(mine.fabric, mine.env, mine.rendezvous.agent).run()
+    except JobOver as error:  # the launcher reports why: Ctrl-C, or too few workers are left
+        say(f"server {mine.env.number} ends: {error}")
     job.shutdown()
     return 0
 

@@ -205,7 +205,8 @@ def test_scaling_up_and_down():
     assert story.of(Changed) == [], "one calm change at a time"
     assert story(story.roster.left(2, story.now_s))
     assert not story.roster.state.is_finishing
-    assert story.roster.left(3, story.now_s) == []
+    (gone,) = story.roster.left(3, story.now_s)
+    assert (gone.rank, gone.state) == (3, "left"), "servers need not wait for its last step"
     story.adopt()
     assert story.of(Unwanted) == [Unwanted(1)]
     assert story.now.workers == (0,)

@@ -154,7 +154,7 @@ def test_a_newcomer_that_was_let_in_unheard_asks_again():
     story.roster = Roster(story.policy, story.roster.state, story.now_s)
     assert story.roster.ready(member(rank), story.now_s) == []
     assert rank in story.now.ranks
-    assert not story.roster.is_settled
+    assert story.roster.late
 
 
 def test_who_does_not_come_back_after_a_restart_is_lost():

@@ -201,3 +201,19 @@ def test_over_a_connection_and_alone(cluster) -> None:
     while (answer := wait_for_portion(agents[1].take_portion("a", 0, 3))).portion < 0:
         assert time.monotonic() < deadline
     assert (answer.portion, answer.again) == (2, 1)
+
+
+def test_the_rest_of_a_portion_is_leased_after_a_planned_leave() -> None:
+    pools, notes = WorkPools(), []
+    pools.note = notes.append
+    first = pools.take(0, m.TakePortion(1, "a", 0, 4))
+    pools.settle(0, m.SettlePortions("a", 0, begun=((first.portion, 5),)))
+    pools.release(0)  # it is gone
+    again = WorkPools()
+    for entry in notes:
+        again.replay(entry)
+    for one in (pools, again):
+        found = one.take(1, m.TakePortion(2, "a", 0, 4))
+        assert (found.portion, found.begun, found.again) == (first.portion, 5, 0)
+    with pytest.raises(UsageError, match="parts"):
+        pools.settle(1, m.SettlePortions("a", 0, begun=((0, -1),)))

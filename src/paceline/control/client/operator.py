@@ -123,6 +123,19 @@ class Operator(ControlClient[o.ToOperator]):
         those = tuple(numbers)
         self._ask(lambda n: o.RemoveServers(n, those), timeout_s)
 
+    def plan_leave(
+        self,
+        ranks: Iterable[int],
+        *,
+        waits: bool = False,
+        is_withdrawn: bool = False,
+        why: str = "",
+        timeout_s: float = ANSWER_S,
+    ) -> None:
+        """Let members leave whose host goes away, or stay after all; see o.PlanLeave."""
+        those = tuple(ranks)
+        self._ask(lambda n: o.PlanLeave(n, those, waits, is_withdrawn, why), timeout_s)
+
     def set_pace(self, pace: str, timeout_s: float = ANSWER_S) -> int:
         """Change the pace of all workers; return the step after which it changes."""
         answer = self._ask(lambda n: o.SetPace(n, pace), timeout_s)

@@ -114,12 +114,17 @@ class PoolCalls(ABC):
         return self._ask_soon(lambda n: m.TakePortion(n, *what), PORTION_S)
 
     def settle_portions(
-        self, line: str, index: int, done: tuple[int, ...] = (), back: tuple[int, ...] = ()
+        self,
+        line: str,
+        index: int,
+        done: tuple[int, ...] = (),
+        back: tuple[int, ...] = (),
+        begun: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """Report portions as done, or return them. Returns at once; dropped while the coordinator
-        is away."""
-        if done or back:
-            self._send(m.SettlePortions(line, index, done, back))
+        """Report portions as done, or return them; `begun` with the number of parts that are done.
+        Returns at once; dropped while the coordinator is away."""
+        if done or back or begun:
+            self._send(m.SettlePortions(line, index, done, back, begun))
 
     def pool_state(self, line: str, index: int) -> m.PoolState:
         """Return the progress of a pool. Blocks."""

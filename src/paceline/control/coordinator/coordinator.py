@@ -309,7 +309,7 @@ class Coordinator:
 
     def _require_present(self, rank: int) -> None:
         """Refuse work to a process outside of the job: its loss would not be noticed."""
-        if not self.roster.is_present(rank):
+        if not (self.roster.is_present(rank) or self.roster.is_retiring(rank)):
             raise RendezvousError(f"rank {rank} is not in the job, and gets no work from it")
 
     def _require_same(self, member: Member) -> None:

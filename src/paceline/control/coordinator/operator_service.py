@@ -166,6 +166,10 @@ class OperatorService:
             decisions = roster.add_servers(ask.count, now_s, request=ask.id)
         elif isinstance(ask, o.RemoveServers):
             decisions = roster.remove_servers(ask.numbers, now_s)
+        elif isinstance(ask, o.PlanLeave) and ask.is_withdrawn:
+            decisions = roster.withdraw_leave(ask.ranks, now_s)
+        elif isinstance(ask, o.PlanLeave):
+            decisions = roster.plan_leave(ask.ranks, now_s, waits=ask.waits, why=ask.why)
         else:
             assert isinstance(ask, o.AskStatus), ask
             decisions, answer = [], self._status(ask.id)
@@ -211,6 +215,7 @@ class OperatorService:
             over=state.over,
             num_workers=len(state.workers),
             num_servers=len(state.servers),
+            leaving=tuple(one.rank for one in state.leaving),
         )
 
     def _first_notifications(self) -> Sequence[o.Notification]:

@@ -4,7 +4,8 @@ A POOL is one pass over some data, which the workers have split into PORTIONS; t
 only how many there are. A member leases a portion and reports later that it is done. If a member is
 gone, its portions are returned and leased AGAIN to the next member that asks. So each portion is
 done once while no member is lost. After a loss it is done at least once: the lost member may have
-done portions that it had not reported.
+done portions that it had not reported. A member that leaves as planned says how many parts of a
+portion it has done; the next one begins after them, and nothing is done twice.
 
 A pool is named by a LINE (a loader of the script) and the INDEX of the pass over it. The last few
 pools of each line are kept; earlier ones are over, whichever member asks for them.
@@ -45,6 +46,7 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
     again: tuple[int, ...] = ()
     answers: tuple[tuple[int, int, int], ...] = ()  # rank, request, portion
     before: tuple[tuple[int, int], ...] = ()
+    begun: tuple[tuple[int, int], ...] = ()
 
 
 class Lending(msgspec.Struct, frozen=True, tag=True):
@@ -58,6 +60,7 @@ class Lending(msgspec.Struct, frozen=True, tag=True):
     done: tuple[int, ...] = ()
     back: tuple[int, ...] = ()
     before: tuple[tuple[int, int], ...] = ()  # ranges that an earlier job has done
+    begun: tuple[tuple[int, int], ...] = ()  # returned: portion, and parts of it that are done
 
 
 class Unlent(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +91,7 @@ class WorkPool:
     again: list[int] = field(default_factory=list)  # all portions that were ever returned
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank: request, portion
     before: tuple[tuple[int, int], ...] = ()  # ranges, in order and apart: there may be 2**32
+    begun: dict[int, int] = field(default_factory=dict)  # by portion: parts of it that are done
 
     def next_portion(self) -> int:
         """Return the next portion to lease; -1: there is none now."""
@@ -112,6 +116,7 @@ class WorkPool:
         for portion in done:
             if self.leased.get(portion) == rank:
                 del self.leased[portion]
+                self.begun.pop(portion, None)
 
     def give_back(self, portions: list[int]) -> None:
         """Return portions, to be leased to another member."""
@@ -119,6 +124,14 @@ class WorkPool:
             del self.leased[portion]
         self.returned.extend(portions)
         self.again += portions
+
+    def give_back_rest(self, rank: int, begun: Iterable[tuple[int, int]]) -> None:
+        """Return portions of a member that leaves, with the number of parts that it has done."""
+        for portion, parts in begun:
+            if self.leased.get(portion) == rank:
+                del self.leased[portion]
+                self.returned.append(portion)
+                self.begun[portion] = parts
 
     def of(self, rank: int) -> list[int]:
         """Return the portions that are leased to a member."""
@@ -152,7 +165,8 @@ class WorkPools:
                 self._record(Lending(*lessee, 0, -1, before=request.before))
             self._record(Lending(*lessee, request.id, pool.next_portion(), request.done))
         missing = sum(holder != rank for holder in pool.leased.values()) + len(pool.returned)
-        return m.Lent(request.id, pool.answers[rank][1], missing, len(pool.again))
+        portion = pool.answers[rank][1]
+        return m.Lent(request.id, portion, missing, len(pool.again), pool.begun.get(portion, 0))
 
     def settle(self, rank: int, message: m.SettlePortions) -> None:
         """Note that a member has done portions, or returns them."""
@@ -161,7 +175,12 @@ class WorkPools:
             return
         _check(message.done, pool)
         _check(message.back, pool)
-        self._record(Lending(message.line, message.index, rank, 0, -1, message.done, message.back))
+        _check([portion for portion, _ in message.begun], pool)
+        if any(not 0 <= parts <= _MAX_DONE for _, parts in message.begun):
+            raise UsageError(f"rank {rank} has done a number of parts that no portion has")
+        lessee = (message.line, message.index, rank)
+        entry = Lending(*lessee, 0, -1, message.done, message.back, begun=message.begun)
+        self._record(entry)
 
     def look(self, request: m.LookAtPool) -> m.PoolState:
         """Return the progress of a pass; an empty one if it has not begun, or ended long ago."""
@@ -190,6 +209,7 @@ class WorkPools:
                 list(entry.again),
                 {rank: (request, portion) for rank, request, portion in entry.answers},
                 merged(entry.before),
+                dict(entry.begun),
             )
         elif isinstance(entry, Unlent):
             for pool in self._all():
@@ -214,6 +234,7 @@ class WorkPools:
                     tuple(pool.again),
                     tuple((rank, *answer) for rank, answer in pool.answers.items()),
                     pool.before,
+                    tuple(pool.begun.items()),
                 )
 
     def _lease(self, entry: Lending) -> None:
@@ -222,6 +243,7 @@ class WorkPools:
         pool.complete(entry.rank, entry.done)
         back = dict.fromkeys(entry.back)  # each once
         pool.give_back([p for p in back if pool.leased.get(p) == entry.rank])
+        pool.give_back_rest(entry.rank, entry.begun)
         if entry.request:
             if entry.portion >= 0:
                 pool.lease(entry.portion, entry.rank)

@@ -24,7 +24,7 @@ from paceline.control.membership.partitions import (
     next_layout,
 )
 from paceline.control.membership.policy import Policy
-from paceline.control.membership.state import RosterState, complete_units
+from paceline.control.membership.state import RosterState, complete_units, unit_numbers
 from paceline.observe.telemetry.events import (
     BackupCaughtUp,
     MemberJoined,
@@ -92,18 +92,28 @@ def calm_change(
     state: RosterState,
     candidates: Mapping[int, Member],
     synced: Collection[tuple[int, int]],
+    retiring: Collection[int] = (),
 ) -> NextMembership | None:
     """Return the membership with newcomers, without removed members and with the next moves of
     partitions; None if there is nothing to do."""
     now = _membership(state)
     layout = _layout(now)
-    held_open = {loss.number for loss in state.vacant}
-    joined = [c for c in candidates.values() if c.role == "server" or c.number not in held_open]
+    # A number that a worker still has, or in which one takes its last step, has no second worker.
+    occupied = {*now.worker_numbers, *retiring, *(loss.number for loss in state.vacant)}
+    ready = complete_units(policy, candidates.values())
+    joined = [one for one in ready if one.role == "server" or one.number not in occupied]
     joined = complete_units(policy, joined)
-    removed = unwanted_members(state)
+    removed = removable_members(
+        policy, state, {one.number for one in ready if one.role == "worker"}
+    )
     members = [one for one in now.members if one.rank not in removed] + joined
     why = [f"{describe(one)} joined" for one in joined]
-    why += [f"{describe(now.member(rank))} is no longer wanted" for rank in removed]
+    leaving_ranks = state.leaving_ranks
+    why += [
+        f"{describe(now.member(rank))}"
+        f" {'leaves as planned' if rank in leaving_ranks else 'is no longer wanted'}"
+        for rank in removed
+    ]
     for partition, rank in sorted(synced):
         if rank in layout.filling[partition]:
             layout = layout.synced(partition, rank)
@@ -112,7 +122,11 @@ def calm_change(
     if layout.holders:
         hosts = {one.rank: one.host_id for one in _servers(members)}
         leaving = {one.rank for one in _servers(members) if not is_wanted(state, one)}
-        layout = next_layout(layout, policy.replicas, hosts, leaving, len(state.servers))
+        replicas = policy.replicas
+        if any(one.rank in hosts and not one.waits for one in state.leaving):
+            # Servers that cannot wait leave, if need be with fewer copies than there should be.
+            replicas = max(1, min(replicas, len(hosts) - len(leaving)))
+        layout = next_layout(layout, replicas, hosts, leaving, len(state.servers))
     if layout != before:
         why.append("partitions move")
     if not why:
@@ -197,19 +211,36 @@ def is_held_open(policy: Policy, state: RosterState, loss: m.Loss) -> bool:
 
 
 def is_wanted(state: RosterState, member: Member) -> bool:
+    """Return whether the job wants to have a member: its number, and this process."""
+    return has_wanted_number(state, member) and member.rank not in state.leaving_ranks
+
+
+def has_wanted_number(state: RosterState, member: Member) -> bool:
     """Return whether the job wants to have a member's number."""
     return member.number in (state.servers if member.role == "server" else state.workers)
 
 
-def unwanted_members(state: RosterState) -> tuple[int, ...]:
-    """Return the members that can leave: no longer wanted, and without a partition."""
+def removable_members(
+    policy: Policy, state: RosterState, ready: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the members that can leave now: not wanted, and without a partition. A worker that
+    waits for a replacement leaves when that is `ready` (numbers). One unit of workers stays in any
+    case: a newcomer receives the training state from it."""
     now = _membership(state)
     layout, vacant = _layout(now), {loss.rank for loss in state.vacant}
-    return tuple(
-        one.rank
+    waiting = {one.rank for one in state.leaving if one.waits}
+    found = [
+        one
         for one in now.members
         if not is_wanted(state, one) and one.rank not in vacant and not layout.load(one.rank)
-    )
+        if not (one.rank in waiting and one.role == "worker" and one.number not in ready)
+    ]
+    whole = complete_units(policy, found)
+    workers = [one for one in whole if one.role == "worker"]
+    if workers and len(workers) == len(set(now.workers) - vacant):
+        last = unit_numbers(policy, min(one.number for one in workers))
+        whole = [one for one in whole if one.role == "server" or one.number not in last]
+    return tuple(one.rank for one in whole)
 
 
 def _layout(membership: Membership) -> PartitionLayout:

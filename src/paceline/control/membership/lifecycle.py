@@ -16,7 +16,7 @@ it, and the whole unit leaves. If no other loss is seen, the worker itself count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -34,6 +34,7 @@ from paceline.control.membership.state import (
 from paceline.errors import RendezvousError
 
 _EXPLAIN_AFTER_S = 2.0  # then the reason why a newcomer waits is printed
+_RETIRE_S = 30.0  # for a removed worker to take its last step and exit
 _PEER_LOSS_S = 1.0  # how long the loss of a peer may take to be seen
 
 
@@ -130,6 +131,7 @@ class Departures:
         self.left: dict[int, str] = {}  # by rank: members that exited cleanly, as text
         self.losses: dict[int, m.Loss] = {}  # by rank
         self._lost_peer_s: dict[int, float] = {}  # by rank: until when the cause is waited for
+        self._retiring: dict[int, tuple[int, float]] = {}  # by rank: its number, and until when
 
     def has(self, rank: int, state: RosterState) -> bool:
         """Return whether a member has departed, also if its number is kept for a replacement."""
@@ -140,6 +142,24 @@ class Departures:
         """Forget all departures: they are in a change that was published."""
         self.left.clear()
         self.losses.clear()
+
+    def retire(self, removed: Iterable[Member], now_s: float) -> None:
+        """Note that workers are out of the membership, and may still take their last step."""
+        for one in removed:
+            if one.role == "worker":
+                self._retiring[one.rank] = one.number, now_s + _RETIRE_S
+
+    def retired(self, rank: int) -> bool:
+        """Note that a process has ended, or said goodbye; return whether it was to leave."""
+        return self._retiring.pop(rank, None) is not None
+
+    def is_retiring(self, rank: int) -> bool:
+        """Return whether a worker is out of the membership and may take its last step."""
+        return rank in self._retiring
+
+    def retiring(self, now_s: float) -> set[int]:
+        """Return the numbers of workers that may still take their last step."""
+        return {number for number, until_s in self._retiring.values() if now_s < until_s}
 
     def lose(
         self, state: RosterState, member: Member, why: str, kind: m.LossKind
@@ -195,3 +215,11 @@ class Departures:
         for rank in found:
             del self._lost_peer_s[rank]
         return found
+
+
+def retired_presence(rank: int, why: str, kind: m.LossKind = m.LossKind.ENDED) -> m.Presence:
+    """Return what all members are told about the end of a worker that was to leave. If only its
+    connection ended, its farewell may not have arrived."""
+    if kind is m.LossKind.ENDED:
+        return m.Presence(rank, "left", why)
+    return m.Presence(rank, "lost", why, kind=kind)

@@ -5,14 +5,13 @@ carries them out in order, after it has journaled `state` if that changed:
 
     journal(roster.state)  ->  carry out the decisions
 
-A roster made again with `Roster(policy, state, now_s)` continues where the other one ended: members
+A roster made again with `Roster(policy, state, now_s)` continues where the other ended: members
 attach again, newcomers send Ready again, servers send InSync again. What is not in `state`
 (entered generations, heartbeats, ready newcomers) is learnt again from them.
 
 Changes come in two kinds (changes.py): urgent ones are published at once, calm ones wait until
-every member works in the present generation. So members see one calm change at a time, and an
-urgent one may overtake it. The workers of a unit (state.py) join in one change, and leave in one
-(lifecycle.py).
+every member works in the present generation, so members see one of them at a time. The workers of a
+unit (state.py) join in one change, and leave in one (lifecycle.py).
 
     learnt                              method
     an initial member connected         join (withdraw: it disconnected before all had joined)
@@ -26,18 +25,18 @@ urgent one may overtake it. The workers of a unit (state.py) join in one change,
     it cannot reach another member      reported_unreachable
     a backup has caught up              in_sync
     the launcher sees a process         seen, launcher_heard
-    an operator's request               scale, add_servers, remove_servers
+    an operator's request               scale, add_servers, remove_servers, plan_leave
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
 from paceline.control import messages as m
 from paceline.control.member import Member, Membership
-from paceline.control.membership import changes
+from paceline.control.membership import changes, lifecycle, planned_leave
 from paceline.control.membership import state as numbers
 from paceline.control.membership.changes import describe
 from paceline.control.membership.leases import LeaseFinding, Leases
@@ -64,6 +63,7 @@ class Roster:
         self._generations = EnteredGenerations()
         self._synced: set[tuple[int, int]] = set()  # (partition, rank) to be listed
         self._departures = Departures(policy)
+        self.is_retiring = self._departures.is_retiring
         self._expiry_s = {one.rank: now_s + policy.reserve_s for one in self.state.reserved}
         self._wanted: set[m.Wanted] = set()
         self._quiet: RosterState | None = None  # for which there is no calm change
@@ -87,16 +87,6 @@ class Roster:
     def wanted(self) -> tuple[m.Wanted, ...]:
         """All processes that should be started."""
         return tuple(sorted(self._wanted, key=lambda w: (w.role, w.number)))
-
-    @property
-    def unwanted(self) -> tuple[int, ...]:
-        """The members that the job no longer wants, and that leave in the next calm change."""
-        return () if self.membership is None else changes.unwanted_members(self.state)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every member works in the present generation."""
-        return self.membership is not None and not self.late
 
     @property
     def late(self) -> list[Member]:
@@ -166,6 +156,8 @@ class Roster:
     ) -> list[Decision]:
         """Note that a process or its connection ended unexpectedly."""
         decisions = self._cancel_reservation(rank, why)
+        if self._departures.retired(rank):
+            decisions.append(lifecycle.retired_presence(rank, why, kind))
         if self.is_present(rank):
             assert self.membership is not None
             decisions += self._lose(self.membership.member(rank), why, kind)
@@ -183,6 +175,8 @@ class Roster:
         """Note that a member exited cleanly. `is_finished`: its work is done; `has_lost_peer`: it
         fails because it lost a peer."""
         decisions = self._cancel_reservation(rank, "it left before it was admitted")
+        if self._departures.retired(rank):  # servers need not wait for its last step any more
+            decisions.append(lifecycle.retired_presence(rank, "it left as planned"))
         if not self.is_present(rank):
             return [*decisions, *self._decide(now_s)]
         assert self.membership is not None
@@ -198,7 +192,7 @@ class Roster:
         decisions.append(m.Presence(rank, "left", "it exited cleanly"))
         if self.policy.is_elastic:
             self._departures.left[rank] = f"{describe(member)} left"
-            is_wanted = changes.is_wanted(self.state, member)
+            is_wanted = changes.has_wanted_number(self.state, member)
             if member.role == "worker" and is_finished and is_wanted:
                 self._update(is_finishing=True)
         return [*decisions, *self._decide(now_s)]
@@ -297,6 +291,18 @@ class Roster:
         self.state = numbers.remove_servers(self.policy, self.state, tuple(removed))
         return self._decide(now_s)
 
+    def plan_leave(
+        self, ranks: Collection[int], now_s: float, *, waits: bool, why: str = ""
+    ) -> list[Decision]:
+        """Let members leave whose host goes away, if `waits` when replacements are ready."""
+        before, self.state = self.state, planned_leave.plan(self.policy, self.state, ranks, waits)
+        return [*planned_leave.presences(before, self.state, why), *self._decide(now_s)]
+
+    def withdraw_leave(self, ranks: Collection[int], now_s: float) -> list[Decision]:
+        """Let members stay that were to leave and have not left yet."""
+        before, self.state = self.state, planned_leave.withdraw(self.policy, self.state, ranks)
+        return [*planned_leave.presences(before, self.state, "it stays"), *self._decide(now_s)]
+
     def set_pace_request(self, request: PaceRequest) -> None:
         """Keep a request for another pace; control/coordinator/pace_change.py decides about it."""
         self._update(pace_request=request)
@@ -309,8 +315,8 @@ class Roster:
             return []
         gone = (self._departures.losses, self._departures.left)
         following = changes.urgent_change(self.policy, self.state, *gone, self._candidates)
-        if following is None and self.is_settled:
-            following = self._calm_change()
+        if following is None and not self.late:
+            following = self._calm_change(now_s)
         why = changes.reason_to_end(self.policy, self.state, following)
         if why:
             self._update(over=why)
@@ -322,10 +328,11 @@ class Roster:
         self._wanted = set(wanted)
         return decisions
 
-    def _calm_change(self) -> changes.NextMembership | None:
+    def _calm_change(self, now_s: float) -> changes.NextMembership | None:
         if self.state is self._quiet and not self._candidates and not self._synced:
             return None  # computed before
-        following = changes.calm_change(self.policy, self.state, self._candidates, self._synced)
+        known = (self._candidates, self._synced, self._departures.retiring(now_s))
+        following = changes.calm_change(self.policy, self.state, *known)
         if following is None:
             self._quiet = self.state
         return following
@@ -335,15 +342,19 @@ class Roster:
         for rank in changed.joined:
             self._release(rank)
             self._leases.begin(rank, now_s)
-        left = self._departures.left
-        for rank in {*left, *following.removed, *(loss.rank for loss in changed.lost)}:
+        lost = (loss.rank for loss in changed.lost)
+        for rank in {*self._departures.left, *following.removed, *lost}:
             self._generations.forget(rank)
             self._leases.end(rank)
+        assert self.membership is not None
         self._departures.clear()
+        self._departures.retire(map(self.membership.member, following.removed), now_s)
         filling = changed.membership.filling
         self._synced = {(p, rank) for p, rank in self._synced if rank in filling[p]}
         self._generations.restart_wait()
-        self._update(membership=changed.membership, vacant=following.vacant)
+        ranks = changed.membership.ranks
+        leaving = tuple(one for one in self.state.leaving if one.rank in ranks)
+        self._update(membership=changed.membership, vacant=following.vacant, leaving=leaving)
         return [changed, *(m.Unwanted(rank) for rank in following.removed)]
 
     # -- helpers -----------------------------------------------------------------------------
@@ -382,9 +393,9 @@ class Roster:
         return [m.Presence(f.rank, f.state, f.detail) for f in found]
 
     def _explain_wait(self, now_s: float) -> list[Decision]:
-        """Return once, after a while, a remark about which members a newcomer waits for."""
+        """Return once, after a while, which members a newcomer waits for."""
         if self.membership is None or self.state.over:
             return []
-        generation = self.membership.generation
-        text = self._generations.explain(self._candidates, self.late, generation, now_s)
+        known = (self._candidates, self.late, self.membership.generation)
+        text = self._generations.explain(*known, now_s)
         return [m.Remark(text)] if text else []

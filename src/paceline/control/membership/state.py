@@ -4,7 +4,8 @@
 of it: replaying a journal means taking its last entry.
 
 A number is FREE if no member has it and it is not reserved. The number of a lost worker is free at
-once, so that a replacement can take it.
+once, so that a replacement can take it, and so is that of a worker whose host goes away: its
+replacement starts while it still works (PLANNED LEAVE).
 
 With a mesh (runtime/mesh.py) the numbers u * size to u * size + size - 1 are one UNIT. A worker
 cannot continue without its unit peers: it would wait in an exchange that never ends. So a unit is
@@ -39,6 +40,14 @@ class Reservation(msgspec.Struct, frozen=True):
     is_open: bool = False  # in a unit: reserved with a peer's number, and not claimed yet
 
 
+class PlannedLeave(msgspec.Struct, frozen=True):
+    """A member that leaves while its number stays wanted: its host goes away."""
+
+    rank: int
+    waits: bool = False  # until a replacement is ready
+    successor: int | None = None  # of a server: the number that is wanted instead
+
+
 class PaceRequest(msgspec.Struct, frozen=True):
     """An operator's request for another pace (control/coordinator/pace_change.py)."""
 
@@ -68,6 +77,11 @@ class RosterState(msgspec.Struct, frozen=True):
     over: str = ""
     handled: tuple[int, ...] = ()  # ids of the last requests: none is handled twice
     pace_request: PaceRequest | None = msgspec.field(default=None, name="wish")  # the last one
+    leaving: tuple[PlannedLeave, ...] = ()
+
+    @property
+    def leaving_ranks(self) -> frozenset[int]:
+        return frozenset(one.rank for one in self.leaving)
 
 
 def initial_state(policy: Policy) -> RosterState:
@@ -134,7 +148,7 @@ def reserve(
     if state.is_finishing or state.over:
         raise RendezvousError(f"the job is over: {state.over or 'its workers are finishing'}")
     kept = {one.number: one for one in state.reserved if one.is_open and one.role == role}
-    taken = _taken(state, role) - set(kept)
+    taken = taken_numbers(state, role) - set(kept)
     wanted = _wanted(state, role)
     if number is None:
         lacking = [n for n in wanted if n not in taken]
@@ -152,7 +166,7 @@ def reserve(
                 f"the job has {len(wanted)} {role}s, the most that it may have"
                 f" (--max{'-servers' if role == 'server' else ''} {most})"
             )
-        state = _want(state, role, (*wanted, *numbers))
+        state = want_numbers(state, role, (*wanted, *numbers))
     first = state.next_rank
     unit = tuple(Reservation(first + k, role, n, is_open=True) for k, n in enumerate(numbers))
     state = msgspec.structs.replace(
@@ -175,7 +189,7 @@ def wanted_processes(state: RosterState) -> list[m.Wanted]:
         m.Wanted(role, number)
         for role in ("server", "worker")
         for number in _wanted(state, role)
-        if number not in _taken(state, role) or number in _open(state, role)
+        if number not in taken_numbers(state, role) or number in _open(state, role)
     ]
 
 
@@ -187,10 +201,17 @@ def scale_workers(policy: Policy, state: RosterState, workers: int) -> RosterSta
             " (--min, --max)"
         )
     require_whole_units(policy.mesh, "-n", workers)
-    kept = state.workers[:workers]
+    kept = _sorted(_staying_first(state)[:workers])
     while len(kept) < workers:
-        kept = _sorted((*kept, _smallest_free(kept)))
+        kept = _sorted((*kept, smallest_free(kept)))
     return msgspec.structs.replace(state, workers=kept)
+
+
+def _staying_first(state: RosterState) -> list[int]:
+    """Return the numbers of wanted workers in order, those whose worker leaves anyway last."""
+    leaving, members = state.leaving_ranks, state.membership.members if state.membership else ()
+    gone = {one.number for one in members if one.role == "worker" and one.rank in leaving}
+    return sorted(state.workers, key=lambda number: (number in gone, number))
 
 
 def add_servers(policy: Policy, state: RosterState, count: int) -> RosterState:
@@ -202,11 +223,11 @@ def add_servers(policy: Policy, state: RosterState, count: int) -> RosterState:
             f"servers add {count}: this job has {len(state.servers)} and may have up to"
             f" {policy.max_servers} (--max-servers)"
         )
-    taken = {*_taken(state, "server"), *state.servers}
+    taken = {*taken_numbers(state, "server"), *state.servers}
     for _ in range(count):
-        number = _smallest_free(taken)
+        number = smallest_free(taken)
         taken.add(number)
-        state = _want(state, "server", (*state.servers, number))
+        state = want_numbers(state, "server", (*state.servers, number))
     return state
 
 
@@ -229,7 +250,7 @@ def _wanted(state: RosterState, role: str) -> tuple[int, ...]:
     return state.workers if role == "worker" else state.servers
 
 
-def _want(state: RosterState, role: str, numbers: tuple[int, ...]) -> RosterState:
+def want_numbers(state: RosterState, role: str, numbers: tuple[int, ...]) -> RosterState:
     field = "workers" if role == "worker" else "servers"
     return msgspec.structs.replace(state, **{field: _sorted(numbers)})
 
@@ -245,23 +266,27 @@ def _open(state: RosterState, role: str) -> set[int]:
 def _first_free(policy: Policy, role: str, taken: Collection[int]) -> int:
     """Return the smallest free number of a server, or the first number of a free unit."""
     if role != "worker":
-        return _smallest_free(taken)
+        return smallest_free(taken)
     first = 0
     while any(number in taken for number in unit_numbers(policy, first)):
         first += policy.unit_size
     return first
 
 
-def _smallest_free(taken: Collection[int]) -> int:
+def smallest_free(taken: Collection[int]) -> int:
     number = 0
     while number in taken:
         number += 1
     return number
 
 
-def _taken(state: RosterState, role: str) -> set[int]:
-    """Return the numbers that a living member has, or that are reserved."""
-    lost = {loss.rank for loss in state.vacant}
+def taken_numbers(state: RosterState, role: str) -> set[int]:
+    """Return the numbers that a living member has, or that are reserved.
+
+    A worker that leaves is replaced under its number; a server keeps its number until it is gone.
+    """
+    free = {loss.rank for loss in state.vacant}
+    free |= state.leaving_ranks if role == "worker" else set()
     members: tuple[Member, ...] = state.membership.members if state.membership else ()
-    present = {one.number for one in members if one.role == role and one.rank not in lost}
+    present = {one.number for one in members if one.role == role and one.rank not in free}
     return present | {one.number for one in state.reserved if one.role == role}

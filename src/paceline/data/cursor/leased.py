@@ -5,7 +5,8 @@ portions. The coordinator decides which worker gets which portion (work_pools.py
 control/coordinator). A worker asks for its next portion when it starts the last batch of the
 current one, so that it does not wait for the answer. A portion is done when the step that used its
 last batch is over; in an elastic job, when that step was committed. Portions of a lost worker go to
-other workers.
+other workers. A worker that leaves as planned returns the rest of its portions, and no batch is
+computed again.
 
 Large portions cost few requests, small ones let all workers end at the same time. So portions
 shrink: each is a fixed fraction of what remains, down to a single batch (guided self-scheduling).
@@ -81,6 +82,7 @@ class LeasedCursor(Cursor):
         self._has_requested = False
         self._missing = 0  # portions that other workers have
         self._to_do: dict[int, int] = {}  # by portion of this worker: batches to be done
+        self._begun: dict[int, int] = {}  # by portion of this worker: batches that another has done
         self._done: list[int] = []  # portions, since the last request
         self._in_loader: deque[tuple[int, int]] = deque()  # portion and batch that the loader makes
         self._in_use: list[int] = []  # portions of the batches that the script has
@@ -111,7 +113,7 @@ class LeasedCursor(Cursor):
                 yield from self._batches_from(first, loader, announcer, worker_seed)
                 first = self._late_portion()
         finally:
-            self._return_portions()
+            self.return_portions()
 
     def on_commit(self) -> None:
         """Note that a step has counted, and with it the batches that the script has."""
@@ -146,7 +148,7 @@ class LeasedCursor(Cursor):
         """Yield the indices of batches. The loader may read ahead of the script."""
         portion: int | None = first
         while portion is not None:
-            numbers = self._portions[portion]
+            numbers = self._portions[portion][self._begun.get(portion, 0) :]
             for number in numbers:
                 if number == numbers[-1]:
                     self._request_portion()
@@ -170,7 +172,8 @@ class LeasedCursor(Cursor):
         self._again, self._missing = found.again, found.missing
         if found.portion < 0:
             return None
-        self._to_do[found.portion] = len(self._portions[found.portion])
+        self._begun[found.portion] = found.begun
+        self._to_do[found.portion] = len(self._portions[found.portion]) - found.begun
         return found.portion
 
     def _late_portion(self) -> int | None:
@@ -201,11 +204,19 @@ class LeasedCursor(Cursor):
             self._done += done  # repeated in the next request, which is certain to arrive
             self._agent.settle_portions(*self._pool, tuple(done))
 
-    def _return_portions(self) -> None:
-        """Return the portions that this worker will not compute."""
+    def return_portions(self) -> None:
+        """Return what this worker will not compute. May be called twice."""
         # Without a coordinator there is no pool to return them to.
         with contextlib.suppress(PeerError):
             if self._requested is not None:
                 self._next_portion()
-            held = tuple(self._to_do)
-            self._agent.settle_portions(*self._pool, tuple(self._done), held)
+            # Whether the script has used a batch that is not committed is not known.
+            unsure = tuple(portion for portion in self._to_do if portion in self._in_use)
+            begun = tuple(
+                (portion, len(self._portions[portion]) - to_do)
+                for portion, to_do in self._to_do.items()
+                if portion not in unsure
+            )
+            self._agent.settle_portions(*self._pool, tuple(self._done), unsure, begun)
+            self._to_do.clear()
+            self._in_use.clear()

@@ -322,6 +322,7 @@ class DynamicSource(IndexedSource):
         data_pass.open(cursor)  # at its position in a checkpoint, if it continues from one
         if data_pass.is_elastic:
             job.contribution.watch_commits(cursor.on_commit)
+            job.elastic.watch_leaving(cursor.return_portions)
         try:
             seed = mix_seeds(data_pass.seed, data_pass.epoch, 1 + job.env.number)
             yield from cursor.run(self._copy(data_pass), data_pass.announcer, seed)

@@ -191,6 +191,20 @@ class CoordinatorProcess:
         assert self._operator is not None
         await asyncio.to_thread(self._operator.scale, workers)
 
+    async def plan_leave(
+        self,
+        ranks: Sequence[int],
+        *,
+        waits: bool = False,
+        is_withdrawn: bool = False,
+        why: str = "",
+    ) -> None:
+        """Let members leave as planned, or stay after all."""
+        assert self._operator is not None
+        await asyncio.to_thread(
+            self._operator.plan_leave, ranks, waits=waits, is_withdrawn=is_withdrawn, why=why
+        )
+
     def report_end(self, rank: int, text: str, kind: LossKind | None) -> None:
         if self._operator is not None:
             self._operator.report_end(rank, text, kind)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.control.operator_messages import HostsWanted
 from paceline.errors import ConfigError, PacelineError
+from paceline.launcher.elastic.departures import REMOVAL_S
 from paceline.launcher.hosts.host_list import HostSlots, parse_hosts
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class ChangingHosts(Protocol):
         """Connect to a host and let newcomers run there; return a line about it."""
 
     async def remove_host(self, name: str) -> str:
-        """End the processes of a host, which are replaced elsewhere; return a line about it."""
+        """Let a host leave as planned; return a line about it."""
 
 
 class NoHosts:
@@ -38,6 +39,31 @@ class NoHosts:
         raise _no_hosts(f"remove {name}")
 
 
+class HostsOfJob:
+    """The hosts of an elastic job."""
+
+    def __init__(self, job: ElasticJob) -> None:
+        self._job = job
+
+    def host_lines(self) -> list[str]:
+        lines = self._job.hosts.host_lines()
+        states = [self._job.departures.state_of(line.partition(" ")[0]) for line in lines]
+        return [f"{a}; {b}" if b else a for a, b in zip(lines, states, strict=True)]
+
+    async def add_host(self, host: HostSlots) -> str:
+        line = await self._job.hosts.add_host(host)
+        self._job.log(line)
+        return line
+
+    async def remove_host(self, name: str) -> str:
+        try:
+            why = "`paceline hosts remove`"
+            line = await self._job.departures.leave(name, why, REMOVAL_S)
+        except ConfigError as error:
+            raise ConfigError(f"hosts remove {name}: {error}") from None
+        return line or f"host {name}: the job ends"
+
+
 def _no_hosts(words: str) -> ConfigError:
     return ConfigError(
         f"hosts {words}: the job has no host list, all its processes run on the launcher's machine;"
@@ -47,7 +73,7 @@ def _no_hosts(words: str) -> ConfigError:
 
 async def answer(job: ElasticJob, request: HostsWanted) -> None:
     """Carry out a request and answer it; fill open slots if there is another host."""
-    hosts: ChangingHosts = NoHosts() if job.hosts.placement is None else job.hosts
+    hosts: ChangingHosts = NoHosts() if job.hosts.placement is None else HostsOfJob(job)
     try:
         if job.hosts.supply is not None and request.action != "list":
             raise ConfigError(
@@ -58,8 +84,6 @@ async def answer(job: ElasticJob, request: HostsWanted) -> None:
     except PacelineError as error:
         job.control.answer_hosts(request.request, str(error), type(error).__name__)
         return
-    if request.action != "list":
-        job.log(text)
     job.control.answer_hosts(request.request, text)
     if request.action == "add":
         job.newcomers.forgive()

@@ -17,7 +17,6 @@ Threads: everything runs in the launcher's loop on the main thread, as in launch
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -29,20 +28,23 @@ from paceline.control.operator_messages import Happened, HostsWanted, Notificati
 from paceline.control.transport.auth import load_secret
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.elastic.coordinator_process import CoordinatorProcess, policy_of
+from paceline.launcher.elastic.departures import HostDepartures
 from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
 from paceline.launcher.elastic.guests import await_guests
 from paceline.launcher.elastic.host_requests import answer
 from paceline.launcher.elastic.loss_policy import LossPolicy
 from paceline.launcher.elastic.replacements import Newcomers, Slot
+from paceline.launcher.elastic.silences import Silences
 from paceline.launcher.elastic.supply import HostSupply
 from paceline.launcher.elastic.task_set import TaskSet
 from paceline.launcher.environment import SERVER_PATIENCE_S
-from paceline.launcher.hosts.host_list import HostSlots
+from paceline.launcher.hosts.reach import is_this_host
 from paceline.launcher.job import LocalJob
 from paceline.launcher.job_registry import FoundJob, ProcessRecord, record_process
 from paceline.launcher.job_size import ElasticPlan
 from paceline.launcher.outcome import JobOutcome
-from paceline.launcher.processes.monitor import ProcessMonitor, SilenceTracker
+from paceline.launcher.preemption.notice import Notice
+from paceline.launcher.processes.monitor import ProcessMonitor
 from paceline.launcher.processes.process import UNKNOWN, AdoptedProcess, RankProcess
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display
@@ -73,12 +75,13 @@ class ElasticJob(LocalJob):
         self.plan: ElasticPlan = spec.elastic
         self.unit_size = mesh.unit_size if mesh is not None else 1
         self.control = CoordinatorProcess(self._job_id, self._on_news, self.log)
-        self.hosts, self.processes = self._hosts, self._processes
+        self.hosts, self.processes, self.resources = self._hosts, self._processes, self._resources
         self.hosts.here.other_children = lambda: {self.control.pid}
         self.newcomers = Newcomers(self._reserve, self._start_newcomer, self.unit_size)
         self.monitor = ProcessMonitor()
-        self.silences = SilenceTracker()
+        self.silences = Silences(self)
         self.event_log = EventLog(self.plan, self.unit_size)
+        self.departures = HostDepartures(self)
         self._policy = LossPolicy(self)
         self._started: set[int] = set()  # ranks of all processes of this launcher
         self._ended_unwatched: list[int] = []  # ranks that ended while there was no supervisor
@@ -103,7 +106,8 @@ class ElasticJob(LocalJob):
         return not self._is_adopted and outcome.was_lost_with_too_many
 
     def history_lines(self) -> list[str]:
-        return [*self.event_log.summary(), *hottest(self.monitor.busy_servers())]
+        servers = hottest(self.monitor.busy_servers())
+        return [*self.event_log.summary(), *self.departures.summary(), *servers]
 
     @property
     def is_decided(self) -> bool:
@@ -192,12 +196,16 @@ class ElasticJob(LocalJob):
                 self.control.report_end(rank, "it ended without a supervisor", LossKind.ENDED)
         if self.hosts.supply is not None:
             self._supply = HostSupply(self, self.hosts.supply)
+            self.hosts.supply.on_notice = self.on_notice
 
-    def on_agent_asked(self, number: signal.Signals, host: HostSlots) -> None:
-        if number == signal.SIGPWR and self._supply is not None:
-            self.start_task(self._supply.leave(host))
-        else:
-            super().on_agent_asked(number, host)
+    def on_notice(self, host: str, notice: Notice) -> None:
+        is_own = is_this_host(host)  # a node of Ray has an agent, also that of the launcher
+        self._on_own_notice(notice) if is_own else self.departures.on_notice(host, notice)
+
+    def ask_for_room(self, workers: int, servers: int) -> None:
+        """Ask the engine for room for the replacements of processes that still run."""
+        if self._supply is not None:
+            self._supply.ask_for_more(workers, servers)
 
     # -- newcomers ---------------------------------------------------------------------------
 
@@ -205,6 +213,9 @@ class ElasticJob(LocalJob):
         slot = (int(wanted.role == "server"), wanted.number)
         name = ProcessName(-1, wanted.number, wanted.role == "server", is_newcomer=True)
         if self._supply is not None and not self._supply.has_room(name):
+            return
+        if name.is_worker and self.plan.on_loss == "shrink" and not self.hosts.has_room(name):
+            self.log(f"no host has a free slot for worker {wanted.number} now")
             return
         if self.newcomers.may_fill(slot):
             self.start_task(self._fill(slot))
@@ -269,18 +280,9 @@ class ElasticJob(LocalJob):
             for rank, stopped_s in self.monitor.poll(self.processes.running, now_s).items():
                 self.control.report_seen(rank, stopped_s)
             if not self.is_ending:
-                self._report_stuck(now_s)
+                self.silences.report_stuck(now_s)
                 self._policy.kill_overdue(now_s)
             await asyncio.sleep(_POLL_S)
-
-    def _report_stuck(self, now_s: float) -> None:
-        """Report processes that run but have been silent for longer than a busy machine is."""
-        for rank, silent_s in self.silences.newly_stuck(now_s):
-            words = f"has sent no heartbeat for {silent_s:.0f} s, though its process runs"
-            self.log(f"{self.event_log.name(rank)} {words}: it may be stuck")
-            process = self.processes.find(rank)
-            if process is not None:
-                process.ask_for_stacks()
 
     def _on_change(self) -> None:
         super()._on_change()
@@ -307,16 +309,17 @@ class ElasticJob(LocalJob):
 
     def log(self, text: str) -> None:
         """Print a line with the time of day."""
-        self._show(stamped(text))
+        self.show(stamped(text))
 
     def log_loss(self, rank: int, why: str, kind: LossKind) -> None:
         """Print that a member is lost, once."""
         self.silences.end(rank)
         line = self.event_log.lost(rank, why, kind, time.monotonic())
         if line is not None:
-            self._show(line)
+            self.show(line)
 
-    def _show(self, line: str) -> None:
+    def show(self, line: str) -> None:
+        """Print a line as it is."""
         self._display.say(printable(line.encode()))
 
     # -- events and news -----------------------------------------------------------------------
@@ -326,7 +329,7 @@ class ElasticJob(LocalJob):
         if isinstance(event, ProgressReport) and self.was_member(event.rank):
             self.event_log.progressed(event.step, time.monotonic())
         elif isinstance(event, Resumed):
-            self._show(self.event_log.resumed(event))
+            self.show(self.event_log.resumed(event))
 
     def _on_note(self, name: ProcessName, text: str) -> None:
         prefix = f"{name.role} {name.number}: "
@@ -345,23 +348,30 @@ class ElasticJob(LocalJob):
         elif isinstance(news, Wanted):
             self.on_wanted(news)
         elif isinstance(news, Unwanted) and self.was_member(news.rank):
-            self._policy.on_dismissed(news.rank)
-            self.log(f"{self.event_log.name(news.rank)} is no longer wanted, and leaves")
-            if self._supply is not None:
-                self.start_task(self._supply.give_back())
+            self._on_unwanted(news.rank)
         elif isinstance(news, Remark):
             self.log(news.text)
         elif isinstance(news, HostsWanted):
             self.start_task(answer(self, news))
         self._changed.set()
 
+    def _on_unwanted(self, rank: int) -> None:
+        self._policy.on_dismissed(rank)
+        if self.departures.is_leaving(rank):
+            return
+        self.log(f"{self.event_log.name(rank)} is no longer wanted, and leaves")
+        if self._supply is not None:
+            self.start_task(self._supply.give_back())
+
     def _on_happened(self, event: Event | MembershipEvent) -> None:
         if isinstance(event, Event):
             self._on_event(event)
             return
         self._display.record(event)
+        if self.departures.absorbs(event):
+            return
         if (line := self.event_log.happened(event)) is not None:
-            self._show(line)
+            self.show(line)
 
     def _on_changed(self, news: m.Changed) -> None:
         before = self.event_log.membership
@@ -376,7 +386,7 @@ class ElasticJob(LocalJob):
         for rank in news.joined:
             self.newcomers.on_joined(self._process_names[rank].slot)
             self._board.add(self._process_names[rank])
-            self._show(self.event_log.joined(rank, time.monotonic()))
+            self.show(self.event_log.joined(rank, time.monotonic()))
 
     def _on_presence(self, news: m.Presence) -> None:
         was_member = self.was_member(news.rank)
@@ -386,15 +396,4 @@ class ElasticJob(LocalJob):
         elif was_member and news.state == "left":
             self._policy.on_left(news.rank, news.detail, news.kind)
         elif was_member:
-            self._on_silence(news)
-
-    def _on_silence(self, news: m.Presence) -> None:
-        """Report a stopped process at once, a running one only if it stays silent."""
-        process = self.processes.find(news.rank)
-        if news.state == "back":
-            if not self.silences.end(news.rank):
-                self._show(self.event_log.presence(news))
-        elif process is None or process.is_frozen():
-            self._show(self.event_log.presence(news))
-        else:
-            self.silences.begin(news.rank, time.monotonic())
+            self.silences.on_presence(news)

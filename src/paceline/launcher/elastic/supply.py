@@ -11,22 +11,19 @@ Threads: the launcher's loop only.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from paceline.control.operator_messages import Status
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
 from paceline.launcher.engines.engine import SupplyingEngine
-from paceline.launcher.hosts.host_list import HostSlots
 from paceline.runtime.process_names import ProcessName
 
 if TYPE_CHECKING:
     from paceline.launcher.elastic.job import ElasticJob
 
 _TICK_S = 0.1
-_TOGETHER_S = 2.0  # between the first and the last process that is asked to stop
 _LEAVE_S = 40.0  # for workers that are no longer wanted to exit
 
 
@@ -37,6 +34,7 @@ class HostSupply:
         self._job, self._engine = job, engine
         self._workers = job.plan.max_workers  # as many as the engine was asked for
         self._told: set[tuple[int, int]] = set()  # slots that wait for room
+        self._more = 0, 0  # workers and servers whose replacements need room before they leave
         self._taking = asyncio.ensure_future(self._take_hosts())
 
     def close(self) -> None:
@@ -94,22 +92,12 @@ class HostSupply:
         if not job.is_ending:
             self._want(await job.control.status())
 
-    async def leave(self, host: HostSlots) -> None:
-        """Continue without a host that is about to go away.
-
-        If all hosts go, the launcher is asked to stop, too, and workers save: wait for that first.
-        """
-        await asyncio.sleep(_TOGETHER_S)
-        if self._job.is_ending:
-            return
-        try:
-            line = await self._job.hosts.remove_host(host.name)
-        except ConfigError as error:  # it has the only copy of parameters: save all
-            self._job.log(f"host {host.name} goes away, and the job stops: {error}")
-            self._job.on_agent_asked(signal.SIGTERM, host)
-            return
-        self._job.log(f"{line}: {self._engine.name} ends it")
+    def ask_for_more(self, workers: int, servers: int) -> None:
+        """Ask for room for replacements while those that they replace still run; 0: no more."""
+        self._more = workers, servers
+        self._job.start_task(self._ask())
 
     def _want(self, status: Status) -> None:
         busy = Counter(process.host_name for process in self._job.processes.workers)
-        self._engine.want(self._workers, status.num_servers, busy)
+        workers, servers = self._more
+        self._engine.want(self._workers + workers, status.num_servers + servers, busy)

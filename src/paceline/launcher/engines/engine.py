@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from paceline.errors import LaunchError
 from paceline.launcher.hosts.host_list import HostSlots
+from paceline.launcher.preemption.notice import Notice
 
 
 class LifeLine(Protocol):
@@ -68,6 +69,9 @@ class Engine(Protocol):
 @runtime_checkable
 class SupplyingEngine(Engine, Protocol):
     """An engine that finds the hosts itself, when the job starts and while it runs."""
+
+    replaces_early: bool  # it finds room for the processes of a host that is still there
+    on_notice: Callable[[str, Notice], None]  # called with the name of a host that goes away
 
     @property
     def pid(self) -> int | None:

@@ -40,6 +40,8 @@ from paceline.launcher.hosts.reach import ProbeListener, local_addresses, probe
 from paceline.launcher.hosts.repeated_output import RepeatedOutput
 from paceline.launcher.job_directory import JobDirectory
 from paceline.launcher.job_registry import JobFacts, decode_spec, write_facts
+from paceline.launcher.preemption.notice import Notice, NoticeSource
+from paceline.launcher.preemption.poller import NoticePoller
 from paceline.launcher.processes.guard import Guard
 from paceline.launcher.processes.monitor import ProcessMonitor
 from paceline.launcher.processes.output import OutputSink
@@ -60,6 +62,12 @@ _CONNECT_S = 8.0
 _POLL_S = 0.25
 _STOPPED_S = 35  # after the launcher has given the host up (remote_host.py)
 _BACKLOG_BYTES = 4 << 20  # while the launcher has more to read, no output is read
+# The launcher decides what follows: workers may save or leave first. It ends this agent, too.
+_ASKED: dict[signal.Signals, m.FromAgent] = {
+    signal.SIGINT: m.AskedToStop(),
+    signal.SIGTERM: m.HostLeaves("its agent got SIGTERM"),
+    signal.SIGPWR: m.HostLeaves("its pod is to end"),
+}
 _decoder: msgspec.msgpack.Decoder[m.ToAgent] = msgspec.msgpack.Decoder(m.ToAgent)
 
 
@@ -76,6 +84,7 @@ class Agent:
         set_encryption(encryption(invitation.environ))  # that of the job, not of this host
         self._environ = inherited_environ()
         self._secret_file: Path
+        self._source: NoticeSource | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
 
@@ -89,10 +98,11 @@ class Agent:
                 problems = self._prepare(held)
                 self._send(self._facts(reached, probes.addresses, problems))
                 self._watch_stdin()
-                for number in (signal.SIGTERM, signal.SIGPWR):
-                    handler = asyncio.get_running_loop().add_signal_handler
-                    handler(number, self._on_asked, number)
+                for number, ask in _ASKED.items():
+                    asyncio.get_running_loop().add_signal_handler(number, self._send, ask)
                 self._start_task(self._listen())
+                if self._source is not None:
+                    self._start_task(NoticePoller(self._source, self._on_notice, self._say).watch())
                 self._start_task(self._poll())
                 await self._over.wait()
             finally:
@@ -149,6 +159,7 @@ class Agent:
             guard = Guard(self._invitation.job_id, directory.path, stopped_s=_STOPPED_S)
         except PacelineError as error:
             return [str(error)]
+        self._source = spec.notice_source
         self._host = self._open_host(spec)
         held.callback(self._host.close)
         self._host.watch(guard)
@@ -166,7 +177,7 @@ class Agent:
             self._processes,
             sink,
             lambda: None,
-            log=lambda text: self._send(m.Said(text)),
+            log=self._say,
         )
 
     def _facts(
@@ -202,9 +213,11 @@ class Agent:
 
         loop.add_reader(fd, on_readable)
 
-    def _on_asked(self, number: signal.Signals) -> None:
-        """Let the launcher decide: workers may save first. It ends this agent, too."""
-        self._send(m.AskedToStop(number))
+    def _on_notice(self, notice: Notice) -> None:
+        self._send(m.HostLeaves(notice.why, notice.within_s, notice.is_withdrawn))
+
+    def _say(self, text: str) -> None:
+        self._send(m.Said(text))
 
     async def _listen(self) -> None:
         try:
@@ -250,6 +263,7 @@ class Agent:
             supervisor=os.getpid(),
             host=socket.gethostname(),
             is_detached=False,  # an agent ends with its launcher
+            stop_signal=int(signal.SIGINT),  # SIGTERM means that its host goes away
         )
         write_facts(self._secret_file.parent, facts)
 

@@ -213,18 +213,20 @@ class HostConnector:
         found.addresses.update(chosen)
         return problems
 
-    async def disconnect(self, index: int) -> None:
+    async def disconnect(self, index: int, why: str = "it was removed from the job") -> None:
         """End a host's processes, its agent, and the engine's command."""
         found = self.connected
         remote = found.remotes.pop(index, None)
         found.facts.pop(index, None)
         found.addresses.pop(index, None)
         if remote is not None:
-            await remote.dismiss()
-        command = self._commands.pop(index, None)
+            await remote.dismiss(why)
+        command = self._commands.get(index)
         if command is not None:
             await command.stop()
             await command.kill()
+            if self._commands.get(index) is command:  # until now it is a known child
+                del self._commands[index]
 
     @property
     def pids(self) -> set[int]:

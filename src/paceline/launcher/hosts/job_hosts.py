@@ -10,7 +10,6 @@ Threads: the launcher's main thread only.
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -31,13 +30,14 @@ from paceline.launcher.host import ProcessHost
 from paceline.launcher.hosts.connect import HostConnector, JobIdentity, make_invitation
 from paceline.launcher.hosts.host_environment import sent_environ, travelling_settings
 from paceline.launcher.hosts.host_list import HostSlots
+from paceline.launcher.hosts.output_sink import sink_of
 from paceline.launcher.hosts.placement import Placement
 from paceline.launcher.hosts.reach import is_this_host
 from paceline.launcher.hosts.remote_host import RemoteHost
 from paceline.launcher.job_registry import JobFacts, encode_spec
+from paceline.launcher.preemption.notice import Notice
 from paceline.launcher.processes.guard import Sessions
 from paceline.launcher.processes.monitor import Signs
-from paceline.launcher.processes.output import ShownOutput
 from paceline.launcher.processes.process import ProcessOutput, RankProcess
 from paceline.launcher.processes.table import ProcessResult, ProcessTable
 from paceline.launcher.spec import RunSpec
@@ -63,6 +63,7 @@ class JobHosts:
     ) -> None:
         self._spec, self._environ, self._job_id = spec, environ, job_id
         self._display, self._on_change, self._log = display, on_change, log
+        self._sink = lambda process: sink_of(process, spec, display)
         self.processes: ProcessTable[RankProcess] = ProcessTable(job_id, on_end)
         self.here = ProcessHost(spec, self.processes, self._sink, on_change, log=log)
         self.placement: Placement | None = spec.placement
@@ -73,26 +74,12 @@ class JobHosts:
         self._remotes: dict[int, RemoteHost] = {}
         self._host_of: dict[int, RemoteHost] = {}  # by rank, of processes on other hosts
         self._starting: set[tuple[int, int]] = set()  # slots of newcomers
+        self.leaving: set[str] = set()  # hosts that go away: no process is started there
         self.address = DEFAULT_BIND_ADDRESS  # of this machine, for the other hosts
         self._identity: JobIdentity
         self._facts: JobFacts | None = None
-        self.on_interrupt: Callable[[signal.Signals, HostSlots], None]  # an agent was asked
-
-    def _sink(self, process: RankProcess) -> ShownOutput:
-        name = process.name
-        if process.output.is_file:
-            return ShownOutput(process, self._display, None)
-        if not self._spec.is_detached:
-            return ShownOutput(process, self._display, lambda data: self._display.log(name, data))
-        # The processes of a detached job write their files, but not those of other hosts.
-        assert self._spec.log_dir is not None
-        path = self._spec.log_dir / name.log_name
-
-        def append(data: bytes) -> None:
-            with path.open("ab") as file:
-                file.write(data)
-
-        return ShownOutput(process, self._display, append)
+        self.on_interrupt: Callable[[], None]  # an agent was asked to stop the job
+        self.on_notice: Callable[[str, Notice], None]  # a host goes away
 
     # -- start -------------------------------------------------------------------------------
 
@@ -179,7 +166,8 @@ class JobHosts:
 
     def _make_remote(self, host: HostSlots) -> RemoteHost:
         remote = RemoteHost(host, self.processes, self._sink, self._changed, log=self._log)
-        remote.on_interrupt = lambda number: self.on_interrupt(signal.Signals(number), host)
+        remote.on_interrupt = self.on_interrupt
+        remote.on_notice = lambda notice: self.on_notice(host.name, notice)
         return remote
 
     def publish(self, facts: JobFacts) -> None:
@@ -239,8 +227,7 @@ class JobHosts:
 
     def _host_for_newcomer(self, name: ProcessName) -> int | None:
         assert self.placement is not None
-        living = [i for i in range(len(self.placement.hosts)) if self._is_living(i)]
-        return self.placement.host_for_newcomer(name, living, self._taken())
+        return self.placement.host_for_newcomer(name, self.usable(), self._taken())
 
     def _taken(self) -> set[tuple[int, int]]:
         """Return the slots of the processes that run or start."""
@@ -272,7 +259,10 @@ class JobHosts:
         assert self.placement is not None
         lost = {index for index, remote in self._remotes.items() if remote.why_lost}
         lines = enumerate(self.placement.lines())
-        return [f"{line}; lost" if index in lost else line for index, line in lines]
+        return [
+            line if self._is_living(i) else f"{line}; {'lost' if i in lost else 'left'}"
+            for i, line in lines
+        ]
 
     async def add_host(self, host: HostSlots) -> str:
         """Connect to a host and let newcomers run there; return a line about it."""
@@ -317,32 +307,48 @@ class JobHosts:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots on the hosts that live."""
-        hosts = () if self.placement is None else self.placement.hosts
-        return sum(host.slots for index, host in enumerate(hosts) if self._is_living(index))
-
-    async def remove_host(self, name: str) -> str:
-        """End the processes of a host, which are replaced elsewhere; return a line about it."""
+        """The number of slots on the hosts that live and do not leave."""
         assert self.placement is not None
-        names = [host.name for host in self.placement.hosts]
-        if name not in names or not self._is_living(names.index(name)):
-            living = ", ".join(names[i] for i in range(len(names)) if self._is_living(i))
-            raise ConfigError(f"hosts remove {name}: the job has {living}; name one of these")
-        index = names.index(name)
-        if index == self._here_index or self._connector is None:
-            raise ConfigError(
-                f"hosts remove {name}: the launcher runs there; only other hosts can be removed"
-            )
-        if self._spec.servers.replicas < 2 and any(
-            process.host_name == name and process.name.is_server
-            for process in self.processes.running
-        ):
-            raise ConfigError(
-                f"hosts remove {name}: a server there has the only copy of its parameters; remove"
-                " the server first (`paceline servers remove`), or start jobs with --replicas 2"
-            )
-        await self._connector.disconnect(index)
-        return f"host {name} is removed; its processes count as lost"
+        return sum(self.placement.hosts[index].slots for index in self.usable())
+
+    def require_other_host(self, name: str) -> None:
+        """Raise ConfigError unless this host is in the job and another one than the launcher's."""
+        hosts = () if self.placement is None else self.placement.hosts
+        names = [host.name for i, host in enumerate(hosts) if self._is_living(i)]
+        if name not in names:
+            raise ConfigError(f"the job has the hosts {', '.join(names)}; name one of these")
+        if name not in self.other_hosts:
+            raise ConfigError("the launcher runs there; only other hosts can leave")
+
+    @property
+    def other_hosts(self) -> set[str]:
+        """The names of the hosts that live and have an agent."""
+        return {remote.host.name for remote in self._remotes.values() if remote.is_alive}
+
+    @property
+    def num_free_slots(self) -> int:
+        """The number of slots on hosts that do not leave and that no worker has."""
+        assert self.placement is not None
+        hosts, here = self.placement.hosts, self._here_index
+        names = {"" if i == here else hosts[i].name for i in self.usable()}
+        busy = sum(process.host_name in names for process in self.processes.workers)
+        return max(0, self.num_slots - busy)
+
+    async def disconnect(self, name: str, why: str) -> None:
+        """End a host's processes and its agent; what still runs there counts as lost."""
+        assert self._connector is not None
+        for index, remote in list(self._remotes.items()):
+            if remote.host.name == name:
+                await self._connector.disconnect(index, why)
+
+    def usable(self) -> list[int]:
+        """Return the hosts on which a process can be started."""
+        hosts = () if self.placement is None else self.placement.hosts
+        return [
+            i
+            for i, host in enumerate(hosts)
+            if self._is_living(i) and host.name not in self.leaving
+        ]
 
     def _is_living(self, index: int) -> bool:
         remote = self._remotes.get(index)

@@ -124,10 +124,15 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
 
 
 class AskedToStop(msgspec.Struct, frozen=True, tag="stop"):
-    """The agent got SIGTERM: `paceline stop` on its host, or the batch system. Or SIGPWR: only its
-    host is about to go away."""
+    """`paceline stop` was typed on this host."""
 
-    signal: int
+
+class HostLeaves(msgspec.Struct, frozen=True, tag="leaves"):
+    """This host is about to go away: a signal, or what --preemption-notice names."""
+
+    why: str
+    within_s: float | None = None
+    is_withdrawn: bool = False  # it stays after all
 
 
 class AllEnded(msgspec.Struct, frozen=True, tag="all ended"):
@@ -146,6 +151,7 @@ FromAgent = (
     | Poll
     | Said
     | AskedToStop
+    | HostLeaves
     | AllEnded
 )
 

@@ -25,6 +25,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.hosts import messages as m
 from paceline.launcher.hosts.host_list import HostSlots
 from paceline.launcher.job_registry import JobFacts
+from paceline.launcher.preemption.notice import Notice
 from paceline.launcher.processes.output import OutputSink
 from paceline.launcher.processes.process import ExitStatus, ProcessOutput, RankProcess
 from paceline.launcher.processes.table import ProcessResult, ProcessTable
@@ -143,7 +144,8 @@ class RemoteHost:
         self._heard_s = time.monotonic()
         self._is_silent = False
         self.why_lost = ""
-        self.on_interrupt: Callable[[int], None] = lambda _: None
+        self.on_interrupt: Callable[[], None] = lambda: None
+        self.on_notice: Callable[[Notice], None] = lambda _: None
 
     @property
     def is_alive(self) -> bool:
@@ -246,7 +248,9 @@ class RemoteHost:
         elif isinstance(message, m.Probed) and self._probed is not None:
             self._probed.set_result(message)
         elif isinstance(message, m.AskedToStop):
-            self.on_interrupt(message.signal)
+            self.on_interrupt()
+        elif isinstance(message, m.HostLeaves):
+            self.on_notice(Notice(message.why, message.within_s, message.is_withdrawn))
         elif isinstance(message, m.Said):
             self._log(f"host {self.host.name}: {message.text}")
         elif isinstance(message, m.AllEnded) and self._ended is not None:
@@ -345,11 +349,11 @@ class RemoteHost:
 
     # -- end ---------------------------------------------------------------------------------
 
-    async def dismiss(self) -> None:
+    async def dismiss(self, why: str) -> None:
         """End every process there while the job continues: they count as lost with their host."""
         if self.is_alive:
             self._send(m.EndAll())
-            self.lose("it was removed from the job")
+            self.lose(why)
 
     async def end_all(self) -> tuple[int, ...]:
         """End every process there and the agent; return the pids that could not be ended."""

@@ -7,6 +7,8 @@ worker (`Fabric.interrupt`); everything else runs on the main thread.
 from __future__ import annotations
 
 import time
+import weakref
+from collections.abc import Callable
 from typing import NoReturn
 
 from paceline.comm.fabric import Fabric
@@ -31,6 +33,7 @@ class MembershipWatcher:
     def __init__(self, fabric: Fabric, agent: Agent) -> None:
         self.losses: dict[int, Loss] = {}  # by rank
         self.has_seen_farewell = False
+        self.on_retire: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._fabric = fabric
         self._agent = agent
         fabric.watch_announcements(lambda: agent.membership)
@@ -91,6 +94,10 @@ class MembershipWatcher:
 
     def retire(self) -> NoReturn:
         """Leave the job and exit cleanly."""
+        for watcher in self.on_retire:
+            on_retire = watcher()
+            if on_retire is not None:
+                on_retire()
         self._agent.leave(is_finished=False)
         raise Retired(0)
 

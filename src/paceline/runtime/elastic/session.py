@@ -20,6 +20,7 @@ thread).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -95,6 +96,11 @@ class ElasticSession:
     def unregister(self, name: str) -> None:
         """Let a part take part in changes no more."""
         self.parts.unregister(name)
+
+    def watch_leaving(self, on_leaving: Callable[[], None]) -> None:
+        """Call a bound method when this worker leaves as planned, if its object still lives."""
+        if self.is_on:
+            self._watcher.on_retire.append(weakref.WeakMethod(on_leaving))
 
     @contextmanager
     def raising_losses(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from paceline.launcher.engines.kubernetes import agent_relay as relay
 from paceline.launcher.engines.kubernetes.heartbeat import beat
 from paceline.launcher.engines.kubernetes.pods import JOB, PORT, SECRET_FILE
 from paceline.launcher.hosts.host_list import HostSlots
+from paceline.launcher.preemption.notice import Notice
 from paceline.runtime.config import runtime_dir
 
 PENDING_S = 1800.0  # for a pod to be placed and its image to be loaded
@@ -34,6 +35,8 @@ class KubernetesEngine:
 
     name = "kubernetes"
     pid: int | None = None  # it has no child
+    replaces_early = False  # a pod is replaced when it is gone
+    on_notice: Callable[[str, Notice], None]  # not called: the agent of a pod gets the signal
 
     def __init__(
         self, hosts: Sequence[HostSlots], place: AgentPlace, environ: Mapping[str, str]

@@ -59,6 +59,7 @@ class Driver:
         self._waits: dict[Any, Callable[[Any], None]] = {}  # by Ray's reference
         self._hosts_of: dict[Any, Agent] = {}
         self._ends: dict[str, int] = {}  # how often the agent of a host ended by itself
+        self._draining: set[str] = set()  # hosts that the launcher knows of
         self._function: Any = None
         # Ray's workers get this file's code, not its name: Paceline need not be installed there.
         ray.cloudpickle.register_pickle_by_value(node_actor)
@@ -182,6 +183,10 @@ class Driver:
                 self._send(room)
         for host in before.keys() - self._rooms.keys():
             self._send(m.Room(host, 0, 0))
+        for host, within_s in self._placements.draining().items():
+            if host not in self._draining:
+                self._send(m.Draining(host, "Ray drains its node", within_s))
+            self._draining.add(host)
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from paceline.launcher.engines.ray.connection import WRONG_TOKEN, no_token
 from paceline.launcher.engines.ray.function import DIRECTORY_VARIABLE
 from paceline.launcher.engines.ray.request import RayRequest
 from paceline.launcher.hosts.host_list import HostSlots
+from paceline.launcher.preemption.notice import Notice
 from paceline.launcher.spec import RunSpec
 
 _MODULE = "paceline.launcher.engines.ray.driver_main"
@@ -56,6 +57,8 @@ class RayEngine:
         self._errors: deque[str] = deque(maxlen=_KEEP_LINES)
         self._hosts: list[HostSlots] = []
         self._log: Callable[[str], None] = lambda _: None
+        self.replaces_early = True
+        self.on_notice: Callable[[str, Notice], None] = lambda host, notice: None  # noqa: ARG005
 
     @property
     def pid(self) -> int | None:
@@ -166,6 +169,8 @@ class RayEngine:
                 self._acquired.set_exception(LaunchError(message.why))
         elif isinstance(message, m.Room):
             self._rooms.put_nowait(message)
+        elif isinstance(message, m.Draining):
+            self.on_notice(message.host, Notice(message.why, message.within_s))
         elif isinstance(message, m.Said):
             self._log(message.text)
         elif isinstance(message, m.AgentSaid) and message.host in self._agents:

@@ -54,6 +54,14 @@ class Room(msgspec.Struct, frozen=True, tag="room"):
     servers: int
 
 
+class Draining(msgspec.Struct, frozen=True, tag="draining"):
+    """Ray drains a node: it will end it after so many seconds."""
+
+    host: str
+    why: str
+    within_s: float | None = None
+
+
 class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
     rooms: tuple[Room, ...]
 
@@ -83,4 +91,4 @@ class AgentEnded(msgspec.Struct, frozen=True, tag="ended"):
     why: str = ""
 
 
-FromDriver = Room | Acquired | Refused | Said | AgentSaid | AgentEnded
+FromDriver = Room | Draining | Acquired | Refused | Said | AgentSaid | AgentEnded

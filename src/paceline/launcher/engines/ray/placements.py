@@ -122,6 +122,17 @@ class Placements:
             host: Room(host, count[host, _WORKERS], count[host, _SERVERS]) for host in self._hosts
         }
 
+    def draining(self) -> dict[str, float | None]:
+        """Return how long the nodes have that Ray drains, by address; None: no one knows."""
+        from ray._private.state import state  # there is no public function for it
+
+        address, found = self._addresses(), dict[str, float | None]()
+        for node, at_ms in state.get_draining_nodes().items():
+            if node in address:
+                left_s = at_ms / 1000 - time.time()
+                found[address[node]] = max(0.0, left_s) if at_ms else None
+        return found
+
     def _addresses(self) -> dict[str, str]:
         """Return the addresses of the nodes that live, by Ray's name for them."""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]

@@ -37,7 +37,7 @@ print(f"weights {sum(p.sum().item() for p in model.parameters()):.6f}", flush=Tr
 """
 
 
-class RayBench:
+class RayJob:
     """A directory with a script, and the launcher of one job on a host of the cluster."""
 
     def __init__(self, cluster: RayCluster, directory: Path) -> None:
