@@ -5,20 +5,12 @@ pinned, which collective backend a device brings, and for its random state and m
 streams and copies that it uses are in comm/device_route.py. Everything goes through
 `torch.accelerator` and `torch.get_device_module`, so a device that registers itself with PyTorch
 works without a change here. `torch.cuda` is used in one place, to register host memory.
-
-THE DEVICE OF A PROCESS. `--devices` (PACELINE_DEVICES) is one of
-
-    auto        worker i of a host has device i; the CPU if the machine has no accelerator
-    cpu         the CPU
-    cuda        as auto, but a machine without such a device is refused
-    cuda:0,1    worker i of a host has the i-th of these; two workers share a device only if it is
-                named twice
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -26,6 +18,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
+from paceline.runtime.device_request import DeviceRequest
 
 CPU = torch.device("cpu")
 TESTED_TORCH = "2.13"  # devices use parts of torch that change between versions
@@ -34,40 +27,20 @@ TESTED_TORCH = "2.13"  # devices use parts of torch that change between versions
 # -- which device ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DeviceRequest:
-    """A parsed `--devices`: a type of device, and the device of each worker of a host."""
-
-    kind: str = "auto"  # "auto", "cpu", or a type of torch.device
-    indices: tuple[int, ...] = ()  # empty: device i for worker i
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{','.join(map(str, self.indices))}" if self.indices else self.kind
-
-
-def parse_devices(text: str) -> DeviceRequest:
-    """Parse `auto`, `cpu`, `cuda` or `cuda:0,1`. ConfigError for anything else."""
-    kind, colon, rest = text.strip().partition(":")
-    numbers = [number.removeprefix(f"{kind}:").strip() for number in rest.split(",")]
-    is_valid = kind.isidentifier() and (not colon or all(n.isdecimal() for n in numbers))
-    if not is_valid or (colon and kind in ("auto", "cpu")):
-        raise ConfigError(
-            f"devices {text!r}: expected auto, cpu, a type of device such as cuda, or some of them,"
-            " as in cuda:0,1"
-        )
-    return DeviceRequest(kind, tuple(map(int, numbers)) if colon else ())
-
-
 def accelerator() -> str | None:
     """Return the type of this machine's accelerator, or None if it has none that can be used."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
-def choose_device(request: DeviceRequest, local_rank: int, num_local: int) -> torch.device:
+def choose_device(
+    request: DeviceRequest, local_rank: int, num_local: int, *, sees_some: bool = False
+) -> torch.device:
     """Return the device of a worker: number `local_rank` of `num_local` workers on this host.
 
-    ConfigError if there is none for it.
+    ConfigError if there is none for it. `sees_some`: a variable hides devices from this process,
+    and perhaps others from its neighbours; whether two workers have the same device can then be
+    found out only together (`require_own_devices`).
     """
     kind = accelerator()
     if request.kind == "cpu" or (request.kind == "auto" and kind is None):
@@ -85,14 +58,31 @@ def choose_device(request: DeviceRequest, local_rank: int, num_local: int) -> to
             f" {_found(kind)}; name devices from 0 to {count - 1}"
         )
     indices = request.indices or tuple(range(count))
-    if num_local > len(indices):
+    if num_local > len(indices) and (request.indices or not sees_some):
         raise ConfigError(
             f"{num_local} workers on this host for {_plural(len(indices), f'{kind} device')}: start"
             f" fewer workers, name a device for each worker (--devices"
             f" {kind}:{','.join(str(indices[i % len(indices)]) for i in range(num_local))} lets"
             " workers share one), or train on the CPU (--devices cpu)"
         )
-    return torch.device(kind, indices[local_rank])
+    # A newcomer of an elastic job may have a higher number than there are workers.
+    return torch.device(kind, indices[local_rank % len(indices)])
+
+
+def require_own_devices(identities: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError if two workers have the same device by accident.
+
+    `identities`: by rank, the host and the name of the device there.
+    """
+    ranks: dict[tuple[str, str], int] = {}
+    for rank, identity in enumerate(identities):
+        other = ranks.setdefault(identity, rank)
+        if other != rank:
+            raise ConfigError(
+                f"ranks {other} and {rank} have the same device, {identity[1]}: start fewer workers"
+                " on their host, show each worker another device, or name the device twice"
+                " (--devices cuda:0,0) to let workers share it"
+            )
 
 
 def _found(kind: str | None) -> str:
@@ -109,6 +99,12 @@ def select_device(device: torch.device) -> None:
     """Make a device the current one of this thread."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
+
+
+def current_device() -> torch.device:
+    """Return the current accelerator of this thread; the CPU if the machine has none."""
+    kind = accelerator()
+    return CPU if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def untested_version() -> str | None:

@@ -7,7 +7,6 @@ import torch
 
 from paceline.comm.devices import (
     CPU,
-    DeviceRequest,
     accelerator,
     choose_device,
     collective_backend,
@@ -15,11 +14,11 @@ from paceline.comm.devices import (
     is_on_device,
     is_started,
     memory_of,
-    parse_devices,
     random_states,
     set_random_states,
 )
 from paceline.errors import ConfigError
+from paceline.runtime.device_request import DeviceRequest, parse_devices
 
 
 @pytest.mark.parametrize(
