@@ -30,7 +30,7 @@ PUBLIC = {
         "epochs",
         "check_consistency",
         "data_warmup",
-    "device",
+        "device",
         "Checkpoint",
         "GradScaler",
         "GradualWarmup",

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import dlpack
 
 from paceline.errors import ConfigError
 from paceline.runtime.device_request import DeviceRequest
@@ -123,6 +124,16 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """Return the accelerators that hold some of these tensors, each once, in order."""
     return list(dict.fromkeys(t.device for t in tensors if is_on_device(t)))
+
+
+def in_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the same memory, with a storage that ends with the view.
+
+    torch.save writes whole storages, and refuses one that has two dtypes.
+    """
+    # As a capsule: of a tensor itself DLPack accepts only types of devices that it has a name for.
+    separate: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(view))  # type: ignore[attr-defined]
+    return separate
 
 
 def module_of(device: torch.device | str) -> ModuleType:

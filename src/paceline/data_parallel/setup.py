@@ -18,6 +18,8 @@ from paceline.compress.codec import Allocate
 from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.data_parallel.bucket import Bucket
 from paceline.data_parallel.bucket_allocator import BucketAllocator
+from paceline.data_parallel.checks.placement import device_of
+from paceline.data_parallel.device_setup import DeviceSetup
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.update.optimizer_state import HostState
 from paceline.data_parallel.update.ownership import is_elementwise
@@ -59,10 +61,15 @@ class TrainingSetup:
         self.centre: Centre | None = None
         self._host_state: HostState | None = None
         self.shares_params = self.is_common = False
+        self.on_device: DeviceSetup | None = None  # if the model has parameters on one
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Choose and create everything."""
         job, pace = self.job, self.pace
+        if (device := device_of(model)) is not None:
+            self.on_device = DeviceSetup(
+                job, self.group, model, device, self.options, self.name, self.form
+            )
         self.host = _host_group(job)
         self._groups.append(self.host)
         if needs_servers(pace.name) and job.servers:
@@ -80,6 +87,8 @@ class TrainingSetup:
             self._host_state.close()
         if self.serving is not None:
             self.serving.close()
+        if self.on_device is not None:
+            self.on_device.close()
         for group in self._groups:
             group.close()
 
@@ -162,6 +171,8 @@ class TrainingSetup:
             return self.serving.exchange
         if self.method is None:
             spec = choose_codec(self.job, self.options)
+            if self.on_device is not None:
+                return self.on_device.choose_exchange()
             if not spec.is_on:
                 return AllReduce(self.group)
             makes = (self.form, self._groups.append, self.memory)
@@ -172,6 +183,8 @@ class TrainingSetup:
         """Return where averaged gradients are stored; bucket_allocator.py lists the words."""
         if self.serving is not None:
             return self.serving.averages
+        if self.on_device is not None:
+            return self.on_device.averages
         # No other process holds these shards: their gradients are the averages.
         is_alone = (
             bool(self.job.part_suffix) and self.group.size == 1 and not self.job.elastic.is_on
@@ -181,6 +194,8 @@ class TrainingSetup:
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.serving is not None:
             return self.serving.shares_memory
+        if self.on_device is not None:
+            return False  # memory of a device is not shared
         if self.method is not None:
             return False  # workers have different values most of the time
         if self.options.update == "replicated" or self.job.elastic.is_on:

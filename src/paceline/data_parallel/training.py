@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import Group
+from paceline.comm.host_route import broadcast_first
 from paceline.data_parallel.amp.grad_scaler import TorchScaler, choose_skipping, step_with_nothing
 from paceline.data_parallel.amp.mixed_precision import compute_in, compute_in_full
 from paceline.data_parallel.checks.gradients import Health, all_finite
 from paceline.data_parallel.direct_gradients import compute_as_usual
 from paceline.data_parallel.hooks import detach_output
 from paceline.data_parallel.model_state.batchnorm import use_global_statistics, use_own_statistics
-from paceline.data_parallel.model_state.buffers import Buffers
+from paceline.data_parallel.model_state.device_buffers import make_buffers
 from paceline.data_parallel.model_state.elastic_state import register_elastic, unregister_elastic
 from paceline.data_parallel.pace_switch.handover import (
     GatheredState,
@@ -83,7 +84,7 @@ class Training:
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         job, group, setup, options = self._job, self._group, self._setup, self.options
-        setup.prepare(optimizer)
+        setup.prepare(model, optimizer)
         self.serving, self.method, self.exchange = setup.serving, setup.method, setup.exchange
         self.health = Health(
             group,
@@ -109,15 +110,9 @@ class Training:
         if notice and job.env.local_rank == 0:
             say(notice)
         for param in model.parameters():
-            group.broadcast(param.detach())
+            broadcast_first(group, param.detach())
         self._parameters.include_all(model)
-        self.buffers = Buffers(
-            model,
-            setup.form("buffers"),
-            job.fabric.engine,
-            setup.buffers_mode,
-            survives_loss=self.serving is not None,
-        )
+        self.buffers = make_buffers(setup, model, survives_loss=self.serving is not None)
         self.buffers.broadcast_now()
         self.update: Update = setup.make_update(optimizer, self._allocator)
         self._method_step: MethodStep | None = None

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline import _core
+from paceline.comm.devices import accelerator
 from paceline.comm.group import Group
 from paceline.data.data_pass import DataPass
 from paceline.data.randomness import mix_seeds, preserve_random_state
@@ -164,7 +164,7 @@ class _PipelineLoader:
         pipeline = _pipeline_of(job)
         self.number, self.recipe = pipeline.number_of(loader), Recipe(loader, stages)
         self._unknown = pipeline.unknown
-        self.pins_memory = loader.pin_memory and torch.cuda.is_available()
+        self.pins_memory = loader.pin_memory and accelerator() is not None
         per_worker = loader.prefetch_factor or _AHEAD
         self.lookahead = per_worker * max(1, sum(job.env.data_workers))
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.comm import devices
 from paceline.data.cursor.resumption import data_state, resume_data
 from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.model_state.model_snapshot import ModelSnapshot, SavedModel
@@ -31,7 +32,8 @@ from paceline.state.files.load import LoadedCheckpoint
 from paceline.state.protocol import State, UserObject
 from paceline.state.serializer import state_from_json, state_to_json
 
-_TORCH, _NUMPY, _CUDA = "random/torch", "random/numpy", "random/cuda"
+_TORCH, _NUMPY, _DEVICE = "random/torch", "random/numpy", "random/device"
+_OLD_DEVICE = "random/cuda"  # in checkpoints of earlier versions
 
 
 def rng_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -40,9 +42,8 @@ def rng_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors[_TORCH] = torch.get_rng_state()
     tensors[_NUMPY] = torch.from_numpy(np.asarray(keys, dtype=np.uint32).view(np.int32).copy())
-    if torch.cuda.is_initialized():
-        for device, state in enumerate(torch.cuda.get_rng_state_all()):
-            tensors[f"{_CUDA}/{device}"] = state
+    for index, state in enumerate(devices.random_states()):
+        tensors[f"{_DEVICE}/{index}"] = state
     return {
         "python": [version, list(internal), gauss],
         "numpy": [kind, int(position), int(has_gauss), float(cached)],
@@ -59,9 +60,12 @@ def set_rng_state(plain: Any, tensors: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(
         tensors[_TORCH].clone()
     )  # torch reads it as a struct, which must be aligned
-    states = [tensors[name].clone() for name in sorted(tensors) if name.startswith(_CUDA)]
-    if torch.cuda.is_available() and len(states) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states)
+    by_index = {
+        int(name.rpartition("/")[2]): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith((_DEVICE, _OLD_DEVICE))
+    }
+    devices.set_random_states([by_index[index] for index in sorted(by_index)])
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
