@@ -33,6 +33,7 @@
         |-- ConnectError            an address cannot be reached
         |-- PortInUse               an explicitly requested port is taken
         |-- SharedMemoryError       the memory for a segment cannot be allocated
+        |-- DeviceMemoryError       a device has too little memory; names the rank and the device
         |-- LaunchError             a process could not be started
 
 A message names the process (rank, peer), the operation or tensor, found against expected, and what
@@ -217,6 +218,10 @@ class PortInUse(SetupError):
 
 class SharedMemoryError(SetupError):
     """The memory for a shared segment cannot be allocated."""
+
+
+class DeviceMemoryError(SetupError):
+    """A device has too little memory for what training adds to the model."""
 
 
 class LaunchError(SetupError):

@@ -318,7 +318,7 @@ class Bucket:
             if slot.param.grad is not None:  # from a backward pass under no_sync()
                 slot.grad.copy_(slot.param.grad)
                 slot.ready = slot.stale = True
-            elif slot.stale:
+            elif slot.stale or self.averaged is self.grads:  # which has the last average
                 slot.grad.zero_()
                 slot.stale = self._is_all_stale = False
         self.flush()

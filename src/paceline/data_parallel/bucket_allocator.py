@@ -67,13 +67,21 @@ class BucketAllocator:
 
     def allocate_buckets(self, parameters: Sequence[NamedParameter]) -> list[Bucket]:
         """Move these parameters into new buckets, after the existing ones."""
-        buckets = []
-        made: list[tuple[Bucket, bool]] = []  # all, before a parameter moves: memory may run out
+        return self.fill(self.make_buckets(parameters))
+
+    def make_buckets(self, parameters: Sequence[NamedParameter]) -> list[tuple[Bucket, bool]]:
+        """Return empty buckets for these parameters, each with whether it is shared."""
+        made: list[tuple[Bucket, bool]] = []
         num_slots = self._num_slots
         for plan, is_shared in self._plan(parameters):
             bucket = self._make_bucket(self._num_buckets + len(made), plan, is_shared, num_slots)
             num_slots += len(bucket.slots)
             made.append((bucket, is_shared))
+        return made
+
+    def fill(self, made: Sequence[tuple[Bucket, bool]]) -> list[Bucket]:
+        """Move the parameters into their buckets."""
+        buckets = []
         for bucket, is_shared in made:
             self._move_params(bucket, is_shared)
             self._num_buckets += 1

@@ -329,7 +329,8 @@ class Reducer:
                 float(elastic.is_stop_due if elastic.is_on else self._unit_stops),
                 float(elastic.is_on and elastic.is_change_due),
                 float(
-                    self._traits.hides_nonfinite and self._policy.has_hidden_nonfinite(self.buckets)
+                    (self._traits.hides_nonfinite or self._traits.checks_late)
+                    and self._policy.has_hidden_nonfinite(self.buckets)
                 ),
                 self.weighting.weight,
             ]

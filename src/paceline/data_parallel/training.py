@@ -42,7 +42,7 @@ from paceline.data_parallel.setup import TrainingSetup, describe, left_out, repo
 from paceline.data_parallel.update.coordinated_step import MethodStep
 from paceline.data_parallel.update.step import Step, Update
 from paceline.data_parallel.weighting import forget_scale, losses_are_scaled
-from paceline.errors import PeerError, UsageError
+from paceline.errors import DeviceMemoryError, PeerError, UsageError
 from paceline.observe.telemetry.trace import tracer
 from paceline.options.table import Options
 from paceline.pace.exchange import Bucket as ExchangedBucket
@@ -78,7 +78,7 @@ class Training:
         self._setup = TrainingSetup(job, group, pace, options, label)
         try:
             self._set_up(model, optimizer)
-        except PeerError:  # the next attempt starts with a plain model
+        except (PeerError, DeviceMemoryError):  # the next attempt starts with a plain model
             self._take_down(model)
             raise
 
@@ -93,6 +93,7 @@ class Training:
             job.ask_unit,
             on_servers=self.serving is not None,
             is_free=self.is_free,
+            device=setup.on_device.device if setup.on_device is not None else None,
         )
         self.reducer = Reducer(group, self.exchange, job.elastic, self)
         self._is_reducing = True
@@ -165,6 +166,8 @@ class Training:
 
     def has_hidden_nonfinite(self, buckets: Sequence[ExchangedBucket]) -> bool:
         """Return whether a GradScaler, on any worker, has to skip this step because of them."""
+        if self.exchange.traits.checks_late:
+            return self.health.late is not None and self.health.late.look()
         return losses_are_scaled() and not all_finite([bucket.grads for bucket in buckets])
 
     def during_exchange(self) -> None:

@@ -55,7 +55,7 @@ class DeviceAllReduce(Exchange):
     backend has added and while backward continues.
     """
 
-    traits = replace(COMPOUND, work_is_whole=True)
+    traits = replace(COMPOUND, work_is_whole=True, checks_late=True)
 
     def __init__(self, group: Group, collectives: DeviceGroup) -> None:
         self._collectives = collectives
@@ -121,7 +121,7 @@ class HostStaged(Exchange):
         self._route, self._inner, self._in_place = route, inner, in_place
         self._mask = MaskAverage(group)
         self._staged: dict[int, StagedBucket] = {}  # by bucket index
-        self.traits = replace(inner.traits, may_wait_singly=False)
+        self.traits = replace(inner.traits, may_wait_singly=False, checks_late=True)
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -148,7 +148,7 @@ class ByPlacement(Exchange):
 
     def __init__(self, on_host: Exchange, on_device: Exchange) -> None:
         self._on_host, self._on_device = on_host, on_device
-        self.traits = replace(on_host.traits, work_is_whole=False, may_wait_singly=False)
+        self.traits = replace(on_device.traits, work_is_whole=False, may_wait_singly=False)
 
     def _exchange_of(self, bucket: Bucket) -> Exchange:
         return self._on_device if is_on_device(bucket.grads) else self._on_host

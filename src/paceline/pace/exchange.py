@@ -50,6 +50,7 @@ class ExchangeTraits:
     may_be_local: bool = False  # local now, or in later steps
     is_weighted: bool = True  # each worker is weighted by the samples of its batch
     hides_nonfinite: bool = False  # NaN and infinity of one worker do not show in the result
+    checks_late: bool = False  # on a device: whether gradients were finite is known in a later step
     keeps_residual: bool = False  # what a codec leaves out of gradients is sent in a later step
     # For a trace. A bucket's Work ends when its complete exchange has ended.
     work_is_whole: bool = False
