@@ -26,9 +26,18 @@ class Bucket(Protocol):
 
     index: int
     label: str  # for messages: the range of parameters in it
-    grads: torch.Tensor  # this worker's; never written by the exchange, so it can be sent again
-    averaged: torch.Tensor  # receives the agreed gradients: every param.grad is a view of it
-    params: torch.Tensor  # the parameters: every param.data is a view of it
+
+    @property
+    def grads(self) -> torch.Tensor:
+        """This worker's gradients; never written by the exchange, so they can be sent again."""
+
+    @property
+    def averaged(self) -> torch.Tensor:
+        """Receives the agreed gradients: every param.grad is a view of it."""
+
+    @property
+    def params(self) -> torch.Tensor:
+        """The parameters: every param.data is a view of it."""
 
     @property
     def segments(self) -> Sequence[Segment]:

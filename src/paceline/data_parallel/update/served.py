@@ -176,6 +176,7 @@ class ServedUpdate(Update):
 
     def _show_fresh_values(self, buckets: Sequence[Bucket]) -> None:
         """Show the script the fresh parameters of these buckets."""
+        self._exchange.show(buckets)
         for bucket in buckets:
             if bucket.host in self._edited:
                 bucket.host.discard()
