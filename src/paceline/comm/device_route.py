@@ -27,7 +27,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -80,6 +80,17 @@ class DeviceRoute:
         """Copy to pinned host memory, after an event (default: what this thread has launched)."""
         return self._copy(self._outward, host, source, after or mark(self.device))
 
+    def to_host_together(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Copied:
+        """Copy many tensors (source, host) as one: one event before them, and one after them."""
+        held = list(pairs)
+        self._outward.wait_event(mark(self.device))
+        done = torch.Event(self.device, blocking=True)
+        with self._outward, torch.no_grad():
+            for source, host in held:
+                host.copy_(source, non_blocking=True)
+            done.record(self._outward)
+        return self._hold(Copied(self.device, done, held))
+
     def to_device(
         self, host: torch.Tensor, target: torch.Tensor, after: torch.Event | None = None
     ) -> Copied:
@@ -97,7 +108,10 @@ class DeviceRoute:
         with stream, torch.no_grad():
             target.copy_(source, non_blocking=True)
             done.record(stream)
-        copied = Copied(self.device, done, (target, source))
+        return self._hold(Copied(self.device, done, (target, source)))
+
+    def _hold(self, copied: Copied) -> Copied:
+        """Hold the memory of a copy until it is complete."""
         with self._lock:
             while self._in_flight and self._in_flight[0].done():
                 self._in_flight.popleft()

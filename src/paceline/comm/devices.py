@@ -286,6 +286,14 @@ def random_state_of(device: torch.device) -> torch.Tensor:
     return state
 
 
+def set_random_state_of(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of a device's default generator, the CPU's included."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        module_of(device).set_rng_state(state, device)
+
+
 # -- memory figures -------------------------------------------------------------------------------
 
 
