@@ -97,6 +97,10 @@ class HostRoute:
 
         return self._in.submit(errand)
 
+    def wait_for(self, copied: Copied) -> None:
+        """Wait until a copy is complete: for the errand that waits for the device."""
+        self._out.submit(copied.wait_on_host).wait()
+
     def _stage(self, way: str, host: torch.Tensor) -> torch.Tensor:
         """Return pinned memory of the size of `host`; without pinned memory `host` itself."""
         needed = host.numel() * host.element_size()

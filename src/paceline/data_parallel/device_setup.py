@@ -18,6 +18,7 @@ from paceline.options.table import Options
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.device_allreduce import ByPlacement, DeviceAllReduce, HostStaged
 from paceline.pace.exchange import Exchange
+from paceline.pace.through_host.exchange import HostBuckets
 from paceline.runtime.console import say
 from paceline.runtime.job import Job
 
@@ -42,6 +43,7 @@ class DeviceSetup:
         self.is_mixed = not all(map(is_on_device, trainable))  # others are on the CPU
         self.collectives: DeviceGroup | None = None
         self._route: HostRoute | None = None
+        self._hosts: HostBuckets | None = None
 
     @property
     def route(self) -> HostRoute:
@@ -49,6 +51,13 @@ class DeviceSetup:
         if self._route is None:
             self._route = HostRoute(self.device, self._allocate)
         return self._route
+
+    @property
+    def hosts(self) -> HostBuckets:
+        """What paces, codecs and servers see of the buckets, in engine memory."""
+        if self._hosts is None:
+            self._hosts = HostBuckets(lambda: self.route)
+        return self._hosts
 
     def choose_exchange(self) -> Exchange:
         """Return how gradients are averaged. Collective."""

@@ -122,7 +122,7 @@ class ParameterSet:
         if setup.serving is not None:
             setup.serving.take(buckets)
         if setup.method is not None:
-            setup.method.take(buckets)
+            setup.method.take(buckets if setup.hosts is None else setup.hosts.take(buckets))
         setup.exchange.take(buckets)
         self._reducer.add(buckets, sparse)
         compute_in_bucket(model, self._allocator.slots, self._reducer)

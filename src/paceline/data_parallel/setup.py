@@ -36,6 +36,7 @@ from paceline.pace.hierarchical import HostFirst
 from paceline.pace.method import Method, Setting, make_method
 from paceline.pace.parse import PaceSpec
 from paceline.pace.registry import needs_servers
+from paceline.pace.through_host.exchange import HostBuckets, ThroughHost
 from paceline.runtime.job import Job
 
 
@@ -73,7 +74,8 @@ class TrainingSetup:
         self.host = _host_group(job)
         self._groups.append(self.host)
         if needs_servers(pace.name) and job.servers:
-            self.serving = Serving(job, self.group, optimizer, pace, self.options, self._label)
+            where = (self._label, self.hosts)
+            self.serving = Serving(job, self.group, optimizer, pace, self.options, *where)
         self.method = self._choose_method(optimizer)
         self.shares_params = self._wants_sharing(optimizer)
         self.is_common = self.method is not None and self.method.shares_params
@@ -91,6 +93,11 @@ class TrainingSetup:
             self.on_device.close()
         for group in self._groups:
             group.close()
+
+    @property
+    def hosts(self) -> HostBuckets | None:
+        """What paces see of parameters on a device, in engine memory; None: there are none."""
+        return None if self.on_device is None else self.on_device.hosts
 
     def form(self, use: str) -> Group:
         """Create a group of all workers. Collective."""
@@ -171,13 +178,17 @@ class TrainingSetup:
             return self.serving.exchange
         if self.method is None:
             spec = choose_codec(self.job, self.options)
-            if self.on_device is not None:
+            if self.on_device is not None and not spec.is_on:
                 return self.on_device.choose_exchange()
             if not spec.is_on:
                 return AllReduce(self.group)
             makes = (self.form, self._groups.append, self.memory)
-            return compressed_average(self.job, self.group, self.host, spec, *makes)
-        return self.method.exchange() or OwnGradients()
+            average = compressed_average(self.job, self.group, self.host, spec, *makes)
+            return average if self.hosts is None else ThroughHost(average, self.hosts)
+        own = self.method.exchange()
+        if own is not None and self.hosts is not None:
+            return ThroughHost(own, self.hosts)
+        return own or OwnGradients()
 
     def _choose_averages(self) -> str:
         """Return where averaged gradients are stored; bucket_allocator.py lists the words."""

@@ -119,7 +119,8 @@ class Training:
         self._method_step: MethodStep | None = None
         if self.method is not None:
             flags = setup.form("flags")
-            self._method_step = MethodStep(job, self.method, self.reducer, self.buffers, flags)
+            parts = (self.reducer, self.buffers, flags, setup.hosts)
+            self._method_step = MethodStep(job, self.method, *parts)
         self.steps = 0  # at this pace
         self._waited_s = 0.0
         report_figures(setup, optimizer)

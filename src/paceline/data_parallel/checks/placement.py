@@ -67,12 +67,11 @@ def _find_unsupported(
     device: torch.device, pace: PaceSpec, options: Options, is_elastic: bool
 ) -> str | None:
     where = f"parameters on {device}"
-    if pace.name != "allreduce":
-        return f"pace {pace} does not train {where} yet; use allreduce, or train on the CPU"
-    if is_elastic:
-        return f"an elastic job does not train {where} yet; start it without --min, --max"
-    if options.compress not in ("auto", "none"):
-        return f"compress={options.compress} does not take {where} yet; leave it out"
+    if pace.name == "hogwild":
+        return (
+            "pace hogwild: all workers write to one memory of the host, and not to"
+            f" {where}; use async, local or allreduce, or train on the CPU"
+        )
     if options.update == "sharded":
         return (
             f"update=sharded shares parameters in the memory of a host, and not {where}; use"

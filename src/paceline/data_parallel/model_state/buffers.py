@@ -115,6 +115,12 @@ class Buffers:
             self._copy_back()
         self.agreed = self._memory.clone()
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of all buffers that the model has now."""
+        self._copy_in()
+        return self._memory.numel()
+
     def load_agreed(self, agreed: Tensor) -> None:
         """Load the buffers that a peer's workers agreed on last."""
         self._copy_in()

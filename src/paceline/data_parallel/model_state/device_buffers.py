@@ -82,10 +82,16 @@ class DeviceBuffers(Buffers):
     """The buffers of one model that are on a device."""
 
     def __init__(
-        self, model: nn.Module, setup: TrainingSetup, device: torch.device, way: Way
+        self,
+        model: nn.Module,
+        setup: TrainingSetup,
+        device: torch.device,
+        way: Way,
+        *,
+        survives_loss: bool,
     ) -> None:
-        group = setup.form("first buffers of the device")
-        super().__init__(model, group, setup.job.fabric.engine, setup.buffers_mode)
+        group, engine = setup.form("first buffers of the device"), setup.job.fabric.engine
+        super().__init__(model, group, engine, setup.buffers_mode, survives_loss=survives_loss)
         self._device, self._way = device, way
 
     def broadcast_now(self) -> None:
@@ -128,6 +134,22 @@ class SeveralBuffers:
         for part in self._parts:
             part.broadcast_now()
 
+    def synchronise(self) -> None:
+        for part in self._parts:
+            part.synchronise()
+
+    @property
+    def agreed(self) -> Tensor:
+        """The last values that all agreed on, of all parts, in host memory."""
+        return torch.cat([part.agreed.cpu() for part in self._parts])
+
+    def load_agreed(self, agreed: Tensor) -> None:
+        start = 0
+        for part in self._parts[:-1]:
+            part.load_agreed(agreed[start : start + part.num_bytes])
+            start += part.num_bytes
+        self._parts[-1].load_agreed(agreed[start:])
+
     def start(self) -> None:
         for part in self._parts:
             part.start()
@@ -149,4 +171,5 @@ def make_buffers(setup: TrainingSetup, model: nn.Module, *, survives_loss: bool)
         if there.collectives is not None
         else ThroughHost(there.route, setup.form("buffers of the device"))
     )
-    return SeveralBuffers(on_host, DeviceBuffers(model, setup, there.device, way))
+    on_device = DeviceBuffers(model, setup, there.device, way, survives_loss=survives_loss)
+    return SeveralBuffers(on_host, on_device)

@@ -50,12 +50,6 @@ class HostBuckets:
             self._route = self._make_route()
         return HostBucket(bucket, self._route)
 
-    def close(self) -> None:
-        """Wait for all copies and give the memory back."""
-        if self._route is not None:
-            self._route.close()
-        self._hosts.clear()
-
     def expire(self) -> None:
         """The parameters on the device may have changed: a method that reads them fetches them."""
         for host in self:
