@@ -18,7 +18,7 @@ from paceline.options.table import Options
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.device_allreduce import ByPlacement, DeviceAllReduce, HostStaged
 from paceline.pace.exchange import Exchange
-from paceline.pace.through_host.exchange import HostBuckets
+from paceline.pace.through_host.exchange import HostBuckets, ThroughHost
 from paceline.runtime.console import say
 from paceline.runtime.job import Job
 
@@ -61,6 +61,8 @@ class DeviceSetup:
 
     def choose_exchange(self) -> Exchange:
         """Return how gradients are averaged. Collective."""
+        if self._job.elastic.is_on:  # its group follows the members, the device's does not
+            return ThroughHost(AllReduce(self._group), self.hosts)
         backend = collective_backend(self.device) if self._options.via != "host" else None
         exchange: Exchange
         if backend is not None:

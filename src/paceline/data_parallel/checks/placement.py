@@ -72,6 +72,11 @@ def _find_unsupported(
             "pace hogwild: all workers write to one memory of the host, and not to"
             f" {where}; use async, local or allreduce, or train on the CPU"
         )
+    if is_elastic and options.via == "device":
+        return (
+            f"via=device: the collectives of {device.type} cannot follow the members of an elastic"
+            " job; leave out via, and gradients are exchanged through host memory"
+        )
     if options.update == "sharded":
         return (
             f"update=sharded shares parameters in the memory of a host, and not {where}; use"
