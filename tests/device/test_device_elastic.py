@@ -1,4 +1,4 @@
-"""Elastic jobs on the test device: a worker is lost in a step, and a newcomer receives the state."""
+"""Elastic jobs on the test device: a worker is lost in a step, a newcomer receives the state."""
 
 from __future__ import annotations
 

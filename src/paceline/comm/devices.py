@@ -240,8 +240,14 @@ def _registrations(
 def pinned_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     """Return new pinned host memory of the tensor's size and dtype; None if there is none."""
     del device  # torch pins for the machine's accelerator
+    pinned = pinned_bytes(tensor.numel() * tensor.element_size())
+    return None if pinned is None else pinned.view(tensor.dtype).view(tensor.shape)
+
+
+def pinned_bytes(size: int) -> torch.Tensor | None:
+    """Return new pinned host memory; None if there is none."""
     try:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:  # no memory may be locked, or the device has no pinned memory
         return None
 
