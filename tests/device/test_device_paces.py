@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
-from support.devices import load_device, run_on_device
+from support.devices import load_device, require_no_wait_of_the_script, run_on_device
 from support.ranks import run_ranks
 
 STEPS = 5
@@ -52,12 +52,6 @@ def train(rank: int, device: str, pace: str, **options: Any) -> list[torch.Tenso
         values = [t.detach().cpu().clone() for t in model.parameters()]
     state = optimizer.state_dict()["state"]
     return values + [state[n]["momentum_buffer"].cpu() for n in sorted(state) if momentum]
-
-
-def require_no_wait_of_the_script(laggard: Any) -> None:
-    """Only errand threads may have waited for the device."""
-    for wait in laggard.take_synchronizations():
-        assert "device_route.py" in wait.stack and "wait_on_host" in wait.stack, wait.stack
 
 
 AMONG_WORKERS: dict[str, dict[str, Any]] = {

@@ -41,6 +41,15 @@ def load_device() -> Any:
     return laggard
 
 
+def require_no_wait_of_the_script(laggard: Any) -> None:
+    """Fail if a thread other than an errand thread has waited for the device since the last call.
+
+    The writer of checkpoints waits in the same way.
+    """
+    for wait in laggard.take_synchronizations():
+        assert "device_route.py" in wait.stack and "wait_on_host" in wait.stack, wait.stack
+
+
 def device_path(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a script that does `import laggard` itself."""
     others = [p for p in environ.get("PYTHONPATH", "").split(":") if p]

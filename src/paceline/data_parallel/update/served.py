@@ -167,6 +167,7 @@ class ServedUpdate(Update):
                 self._is_edited(slot)
             if bucket.host is not None:  # perhaps one memory for all workers, which write the same
                 bucket.params.copy_(bucket.shown)
+            self._exchange.collect(bucket)
             if speaks:
                 self._exchange.assign(bucket, ())
         wait_for_all()

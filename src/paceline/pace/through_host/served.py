@@ -102,8 +102,11 @@ class DeviceServerExchange(ServerExchange):
         super().replace(bucket, absent)
 
     def assign(self, bucket: Bucket, numbers: Sequence[int]) -> None:
-        self.host_of(bucket).fetch_params()
+        self.collect(bucket)
         super().assign(bucket, numbers)
+
+    def collect(self, bucket: Bucket) -> None:
+        self.host_of(bucket).fetch_params()
 
     def outbox(self, bucket: Bucket) -> torch.Tensor:
         """Return the memory, on the device, from which a bucket is pushed."""
