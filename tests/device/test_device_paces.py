@@ -69,6 +69,10 @@ AMONG_WORKERS: dict[str, dict[str, Any]] = {
     "partial:0.5[carry=yes]": {},
     "local:2@0,allreduce@3": {},
     "allreduce[compress=int8(min=100,feedback=yes)]": {},
+    "allreduce[compress=fp16]": {},
+    "allreduce[compress=bf16(min=100)]": {},
+    "allreduce[compress=int8(min=100)]": {"clips": True},
+    "allreduce[compress=topk:0.1(min=100)]": {},
     "allreduce[compress=powersgd:2(min=100)]": {"clips": True},
 }
 THROUGH_SERVERS: dict[str, dict[str, Any]] = {

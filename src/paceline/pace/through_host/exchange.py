@@ -46,9 +46,18 @@ class HostBuckets:
     def _make(self, bucket: Bucket) -> HostBucket:
         if not is_on_device(bucket.params):
             return CpuBucket(bucket)
+        return HostBucket(bucket, self.route)
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return engine memory, pinned if possible."""
+        return self.route.allocate(count, dtype)
+
+    @property
+    def route(self) -> HostRoute:
+        """The route between the device and engine memory."""
         if self._route is None:
             self._route = self._make_route()
-        return HostBucket(bucket, self._route)
+        return self._route
 
     def expire(self) -> None:
         """The parameters on the device may have changed: a method that reads them fetches them."""
@@ -70,7 +79,7 @@ class Trip:
     def __init__(self, owner: ThroughHost, host: HostBucket, step: int) -> None:
         self.host, self.step = host, step
         self._owner = owner
-        self.copied: Errand[None] = host.fetch_gradients()
+        self.copied: Errand[None] = host.fetch_step(step)
         self.inner: Handle | None = None  # after the inner exchange has got the bucket
         self._is_back = False
 
@@ -114,10 +123,13 @@ class ThroughHost(Exchange):
         if bucket.index <= self._last:  # another pass, or the same one again
             self._waiting.clear()
         self._last = bucket.index
-        trip = Trip(self, self._hosts.of(bucket), step)
+        trip = Trip(self, self._host_of(bucket), step)
         self._waiting.append(trip)
         self.submit_copied()
         return trip
+
+    def _host_of(self, bucket: Bucket) -> HostBucket:
+        return self._hosts.of(bucket)
 
     def submit_copied(self, *, wait: bool = False) -> None:
         """Submit the buckets whose gradients are on the host; `wait`: all of them."""
@@ -133,7 +145,7 @@ class ThroughHost(Exchange):
 
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the part of a bucket's gradients that has not been sent yet, or None."""
-        left = self._inner.left_out(self._hosts.of(bucket))
+        left = self._inner.left_out(self._host_of(bucket))
         return None if left is None else left.to(bucket.grads.device)
 
     @property

@@ -76,6 +76,11 @@ class HostBucket:
         source = self.on_device.grads if source is None else source
         return self._route.send(source, self.grads, _nothing)
 
+    def fetch_step(self, step: int) -> Errand[None]:
+        """Start to copy what is exchanged in a step; here its gradients."""
+        del step
+        return self.fetch_gradients()
+
     def send_averages(self) -> None:
         """Copy the agreed gradients to the device, before what the current stream does next."""
         self._send("averaged", self.on_device.averaged)
