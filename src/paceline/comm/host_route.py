@@ -14,6 +14,7 @@ Errands of each direction run in the order of the calls.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from paceline.comm.device_route import Copied, DeviceRoute, Errand, ErrandThread, mark
 from paceline.comm.devices import Pin, is_on_device, pinned_like, register_pinned
 from paceline.comm.group import Group
+from paceline.runtime.console import say
 from paceline.runtime.work import Handle
 
 Result = TypeVar("Result")
@@ -108,6 +110,7 @@ class HostRoute:
         if stage is None or stage.numel() < needed:
             made = pinned_like(torch.empty(needed, dtype=torch.uint8, device="meta"), self.device)
             if made is None:
+                _warn_of_no_pinning(self.device)
                 return host
             stage = self._stages[way] = made
         return stage[:needed].view(host.dtype).view(host.shape)
@@ -132,6 +135,14 @@ def broadcast_first(group: Group, tensor: torch.Tensor) -> None:
     group.broadcast(host)
     if group.rank:
         tensor.copy_(host)
+
+
+@cache
+def _warn_of_no_pinning(device: torch.device) -> None:
+    say(
+        f"{device}: this machine cannot pin host memory (see ulimit -l), so copies to and from the"
+        " device do not overlap with its computations"
+    )
 
 
 class Arrival:
