@@ -21,6 +21,8 @@
     |-- ProtocolError               a bug or version skew: stop
     |   |-- BadFrame                bytes that no Paceline process would send
     |   |-- VersionMismatch         peers run different versions
+    |-- DeviceError                 a device failed or disappeared; names the rank and the device
+    |   |-- DeviceMemoryError       it has too little memory for what training adds to the model
     |-- CheckpointError             it could not be written or read (disk full, EIO); names the path
     |   |-- CheckpointCorrupt       not what was written; names the file, expected and found hash
     |   |-- CheckpointMismatch      it belongs to another model
@@ -33,7 +35,6 @@
         |-- ConnectError            an address cannot be reached
         |-- PortInUse               an explicitly requested port is taken
         |-- SharedMemoryError       the memory for a segment cannot be allocated
-        |-- DeviceMemoryError       a device has too little memory; names the rank and the device
         |-- LaunchError             a process could not be started
 
 A message names the process (rank, peer), the operation or tensor, found against expected, and what
@@ -220,7 +221,11 @@ class SharedMemoryError(SetupError):
     """The memory for a shared segment cannot be allocated."""
 
 
-class DeviceMemoryError(SetupError):
+class DeviceError(PacelineError):
+    """A device failed or disappeared."""
+
+
+class DeviceMemoryError(DeviceError):
     """A device has too little memory for what training adds to the model."""
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -47,14 +47,21 @@ def mark(device: torch.device) -> torch.Event:
 class Copied:
     """A copy that was launched. Holds its memory."""
 
-    __slots__ = ("_done", "_memory", "device")
+    __slots__ = ("_begun", "_done", "_memory", "device")
 
-    def __init__(self, device: torch.device, done: torch.Event, memory: object) -> None:
-        self.device, self._done, self._memory = device, done, memory
+    def __init__(
+        self, device: torch.device, begun: torch.Event, done: torch.Event, memory: object
+    ) -> None:
+        self.device, self._begun, self._done, self._memory = device, begun, done, memory
 
     def done(self) -> bool:
         """Return whether the copy is complete. Never waits."""
         return self._done.query()
+
+    @property
+    def took_ms(self) -> float:
+        """How long the device copied; for a copy that is complete."""
+        return self._begun.elapsed_time(self._done)
 
     def wait_on_stream(self) -> None:
         """Let the current stream of this thread wait for the copy; the host goes on."""
@@ -73,23 +80,18 @@ class DeviceRoute:
         self._outward, self._inward = torch.Stream(device), torch.Stream(device)
         self._lock = threading.Lock()
         self._in_flight: deque[Copied] = deque()  # guarded by: _lock
+        self.copied_ms = 0.0  # time of all complete copies that were looked at
 
     def to_host(
         self, source: torch.Tensor, host: torch.Tensor, after: torch.Event | None = None
     ) -> Copied:
         """Copy to pinned host memory, after an event (default: what this thread has launched)."""
-        return self._copy(self._outward, host, source, after or mark(self.device))
+        return self._copy(self._outward, [(host, source)], after or mark(self.device))
 
     def to_host_together(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Copied:
         """Copy many tensors (source, host) as one: one event before them, and one after them."""
-        held = list(pairs)
-        self._outward.wait_event(mark(self.device))
-        done = torch.Event(self.device, blocking=True)
-        with self._outward, torch.no_grad():
-            for source, host in held:
-                host.copy_(source, non_blocking=True)
-            done.record(self._outward)
-        return self._hold(Copied(self.device, done, held))
+        turned = [(host, source) for source, host in pairs]
+        return self._copy(self._outward, turned, mark(self.device))
 
     def to_device(
         self, host: torch.Tensor, target: torch.Tensor, after: torch.Event | None = None
@@ -98,23 +100,27 @@ class DeviceRoute:
 
         The event covers everything that still reads or writes the target.
         """
-        return self._copy(self._inward, target, host, after or mark(self.device))
+        return self._copy(self._inward, [(target, host)], after or mark(self.device))
 
     def _copy(
-        self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor, after: torch.Event
+        self,
+        stream: torch.Stream,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],  # target, source
+        after: torch.Event,
     ) -> Copied:
         stream.wait_event(after)
-        done = torch.Event(self.device, blocking=True)  # a thread that waits sleeps
+        begun = torch.Event(self.device, enable_timing=True)
+        # A thread that waits for it sleeps.
+        done = torch.Event(self.device, enable_timing=True, blocking=True)
         with stream, torch.no_grad():
-            target.copy_(source, non_blocking=True)
+            begun.record(stream)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
             done.record(stream)
-        return self._hold(Copied(self.device, done, (target, source)))
-
-    def _hold(self, copied: Copied) -> Copied:
-        """Hold the memory of a copy until it is complete."""
+        copied = Copied(self.device, begun, done, pairs)
         with self._lock:
             while self._in_flight and self._in_flight[0].done():
-                self._in_flight.popleft()
+                self.copied_ms += self._in_flight.popleft().took_ms
             self._in_flight.append(copied)
         return copied
 

@@ -13,7 +13,8 @@ Errands of each direction run in the order of the calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -22,7 +23,8 @@ import torch
 from paceline.comm.device_route import Copied, DeviceRoute, Errand, ErrandThread, mark
 from paceline.comm.devices import Pin, is_on_device, pinned_like, register_pinned
 from paceline.comm.group import Group
-from paceline.runtime.console import say
+from paceline.errors import DeviceError, PacelineError
+from paceline.runtime.console import say, warn
 from paceline.runtime.work import Handle
 
 Result = TypeVar("Result")
@@ -32,9 +34,9 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 class HostRoute:
     """Trips between one device and engine memory."""
 
-    def __init__(self, device: torch.device, allocate: Allocate) -> None:
-        """`allocate` returns engine memory on pages of its own."""
-        self.device = device
+    def __init__(self, device: torch.device, allocate: Allocate, *, who: str = "") -> None:
+        """`allocate` returns engine memory on pages of its own; `who`: this process, for errors."""
+        self.device, self._who = device, who
         self._allocate = allocate
         self._route = DeviceRoute(device)
         self._out, self._in = ErrandThread("out", device), ErrandThread("in", device)
@@ -42,13 +44,22 @@ class HostRoute:
         self._stages: dict[str, torch.Tensor] = {}  # by direction
         self.is_staged = False  # some memory could not be registered
 
+    @property
+    def copied_ms(self) -> float:
+        """Time that the device has copied, to the host and back."""
+        return self._route.copied_ms
+
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new engine memory, registered with the device if possible; kept until `close`."""
         host = self._allocate(count, dtype)
         pin = register_pinned(host, self.device)
-        if pin is None:
+        if pin is None and count and not self.is_staged:
             self.is_staged = True
-        else:
+            warn(
+                f"{self._who}: host memory cannot be registered with {self.device} here: each copy"
+                " goes through a block of pinned memory, or waits if there is none"
+            )
+        elif pin is not None:
             self._pins[host.data_ptr()] = pin
         return host
 
@@ -71,7 +82,8 @@ class HostRoute:
                     host.copy_(stage)
 
         def errand() -> Result:
-            wait()
+            with self._naming_errors():
+                wait()
             return then()
 
         return self._out.submit(errand)
@@ -88,16 +100,34 @@ class HostRoute:
 
         def errand() -> Copied:
             exchange.wait().wait()
-            if host.data_ptr() in self._pins:
-                return self._route.to_device(host, target, unused)
-            stage = self._stage("in", host)
-            if stage is not host:
-                stage.copy_(host)
-            copied = self._route.to_device(stage, target, unused)
-            copied.wait_on_host()  # the stage is used again
-            return copied
+            with self._naming_errors():
+                return self._launch(host, target, unused)
 
         return self._in.submit(errand)
+
+    def _launch(self, host: torch.Tensor, target: torch.Tensor, unused: torch.Event) -> Copied:
+        if host.data_ptr() in self._pins:
+            return self._route.to_device(host, target, unused)
+        stage = self._stage("in", host)
+        if stage is not host:
+            stage.copy_(host)
+        copied = self._route.to_device(stage, target, unused)
+        copied.wait_on_host()  # the stage is used again
+        return copied
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Name the process and the device in errors of the device."""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise DeviceError(
+                f"{self._who}: {self.device} failed: {first_line}. Look at the device (its driver's log,"
+                " its memory), and start again from a checkpoint"
+            ) from error
 
     def wait_for(self, copied: Copied) -> None:
         """Wait until a copy is complete: for the errand that waits for the device."""

@@ -9,11 +9,14 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.comm.device_group import DeviceGroup
-from paceline.comm.devices import collective_backend, is_on_device
+from paceline.comm.device_timing import DeviceLaps
+from paceline.comm.devices import collective_backend, is_on_device, memory_of
 from paceline.comm.group import Group
 from paceline.comm.host_route import HostRoute
 from paceline.comm.shared_memory import allocate
 from paceline.comm.torch.store import control_store
+from paceline.observe.telemetry.events import COPY_SHARE, DEVICE_MEMORY, DEVICE_TIME
+from paceline.observe.telemetry.reporter import Reporter
 from paceline.options.table import Options
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.device_allreduce import ByPlacement, DeviceAllReduce, HostStaged
@@ -44,12 +47,14 @@ class DeviceSetup:
         self.collectives: DeviceGroup | None = None
         self._route: HostRoute | None = None
         self._hosts: HostBuckets | None = None
+        self.laps = DeviceLaps(device)
 
     @property
     def route(self) -> HostRoute:
         """The route between the device and engine memory; made when it is first used."""
         if self._route is None:
-            self._route = HostRoute(self.device, self._allocate)
+            rank = self._job.env.rank
+            self._route = HostRoute(self.device, self._allocate, who=f"rank {rank}")
         return self._route
 
     @property
@@ -84,6 +89,20 @@ class DeviceSetup:
         # The device's backend adds up in place, unless a check looks at what each worker had.
         in_place = self.collectives is not None and not self.is_mixed
         return "none" if in_place and self._options.nonfinite == "ignore" else "own"
+
+    def report_figures(self, reporter: Reporter) -> None:
+        """Report the device's time, memory and copies with each message. Never waits."""
+        reporter.watch(DEVICE_TIME, self.laps.mean_ms)
+        reporter.watch(DEVICE_MEMORY, self._memory_mb)
+        reporter.watch(COPY_SHARE, self._copy_percent)
+
+    def _memory_mb(self) -> float | None:
+        memory = memory_of(self.device)
+        return None if memory is None else memory.peak / 1e6
+
+    def _copy_percent(self) -> float | None:
+        route, total_ms = self._route, self.laps.total_ms
+        return None if route is None or not total_ms else 100 * route.copied_ms / total_ms
 
     def _form_on_device(self, backend: str) -> DeviceGroup:
         job, group = self._job, self._group

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.compress.codec import Allocate
@@ -324,6 +325,8 @@ def report_figures(setup: TrainingSetup, optimizer: torch.optim.Optimizer) -> No
     """Report the learning rate with each step, and the staleness of free-running updates."""
     optimized, reporter = weakref.ref(optimizer), setup.job.reporter
     reporter.watch(LEARNING_RATE, lambda: _rate_of(optimized()))
+    if setup.on_device is not None:
+        setup.on_device.report_figures(reporter)
     if setup.serving is not None and setup.is_free:
         served = weakref.ref(setup.serving.update)
         reporter.watch(STALENESS, lambda: _staleness_of(served()))
@@ -332,6 +335,8 @@ def report_figures(setup: TrainingSetup, optimizer: torch.optim.Optimizer) -> No
 def _rate_of(optimizer: torch.optim.Optimizer | None) -> float | None:
     """Return the learning rate of the first parameters, if there is one."""
     rate = optimizer.param_groups[0].get("lr") if optimizer and optimizer.param_groups else None
+    if isinstance(rate, torch.Tensor) and is_on_device(rate):
+        return None  # to read it would wait for the device
     return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
 
 

@@ -393,4 +393,6 @@ class Training:
         waiting_s = waited_s - self._waited_s + waited_after_s
         self._waited_s = waited_s
         self.steps += 1
+        if self._setup.on_device is not None:
+            self._setup.on_device.laps.lap()
         self._job.step_done(waited_s=waiting_s)
