@@ -57,7 +57,7 @@ class HostRoute:
             self.is_staged = True
             warn(
                 f"{self._who}: host memory cannot be registered with {self.device} here: each copy"
-                " goes through a block of pinned memory, or waits if there is none"
+                " goes through a block of pinned memory"
             )
         elif pin is not None:
             self._pins[host.data_ptr()] = pin
@@ -125,8 +125,8 @@ class HostRoute:
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
             raise DeviceError(
-                f"{self._who}: {self.device} failed: {first_line}. Look at the device (its driver's log,"
-                " its memory), and start again from a checkpoint"
+                f"{self._who}: {self.device} failed: {first_line}. Look at the device (its"
+                " driver's log, its memory), and start again from a checkpoint"
             ) from error
 
     def wait_for(self, copied: Copied) -> None:

@@ -98,7 +98,7 @@ class ParameterSet:
                 raise DeviceMemoryError(
                     f"distribute: rank {rank}: {text}. Parameters and gradients need about three"
                     " times the memory of the model, and the optimizer's state more: use a smaller"
-                    " model or batch, or shard the model (--mesh fsdp=N)"
+                    " model or batch, or 16-bit parameters"
                 )
         return allocator.fill(made)
 

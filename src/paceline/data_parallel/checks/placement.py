@@ -34,7 +34,7 @@ def find_problem_with_devices(
     if len(found) > 1:
         return (
             f"the model is on several devices, {_examples(model, found)}; a worker trains on one:"
-            " start a worker for each device, or divide the model with a mesh (--mesh pp=N)"
+            " start a worker for each device"
         )
     device = found[0]
     if device != here:
@@ -80,7 +80,7 @@ def _find_unsupported(
     if options.update == "sharded":
         return (
             f"update=sharded shares parameters in the memory of a host, and not {where}; use"
-            " update=replicated, or divide the model among devices with --mesh fsdp=N"
+            " update=replicated"
         )
     if options.batchnorm == "global":
         return (
