@@ -7,7 +7,7 @@
 #   make cluster-test  run jobs on test hosts with ssh, Slurm and Ray (as root; prints what it skips)
 #                      make .venv-ray/bin/ray installs Ray for them, and make .venv-schemas/bin/kubernetes-validate
 #                      the schemas of Kubernetes (160 MB), each in an environment of its own
-#   make device-test  build the test device testing/laggard (minutes the first time) and run its tests
+#   make device-test  build the test device testing/laggard (minutes the first time), run its tests and tests/device
 #   make simulate  break simulated jobs, many of them (SEEDS=10000, minutes)
 #   make fuzz    give changed bytes to every decoder (SECONDS=10 for each; ARGS="--runs 10000000 frame_fuzz")
 #   make wheel   build dist/*.whl, install it in an empty environment, run a job (ARGS=--matrix: each Python)
@@ -35,11 +35,12 @@ cluster-test: $(STAMP)
 	$(BIN)/python -m pytest -rs tests/cluster $(ARGS)
 
 # A device for tests, a package of its own (testing/laggard/README.md). Only what changed is compiled again.
+# `make test` runs tests/device on fewer schedules.
 DEVICE := testing/laggard
 device-test: $(STAMP)
-	$(BIN)/cmake -S $(DEVICE) -B build/laggard -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python --log-level=WARNING
-	$(BIN)/cmake --build build/laggard
+	$(BIN)/python $(DEVICE)/build.py
 	PYTHONPATH=$(abspath $(DEVICE)) $(BIN)/python -m pytest -p laggard.pytest_plugin $(DEVICE) $(ARGS)
+	PYTHONPATH=$(abspath $(DEVICE)) $(BIN)/python -m pytest -p laggard.pytest_plugin -rs tests/device $(ARGS)
 
 # In an environment of its own: they are large, and nothing else needs them.
 .venv-schemas/bin/kubernetes-validate: | $(STAMP)

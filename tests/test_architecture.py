@@ -30,6 +30,7 @@ PUBLIC = {
         "epochs",
         "check_consistency",
         "data_warmup",
+        "device",
         "Checkpoint",
         "GradScaler",
         "GradualWarmup",

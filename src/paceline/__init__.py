@@ -18,6 +18,7 @@ _HOME = {
     "rank": "paceline.runtime.job",
     "world_size": "paceline.runtime.job",
     "local_rank": "paceline.runtime.job",
+    "device": "paceline.runtime.job",
     "data_rank": "paceline.runtime.job",
     "data_world_size": "paceline.runtime.job",
     "is_data_worker": "paceline.runtime.job",
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from paceline.runtime.job import carry as carry
     from paceline.runtime.job import data_rank as data_rank
     from paceline.runtime.job import data_world_size as data_world_size
+    from paceline.runtime.job import device as device
     from paceline.runtime.job import empty as empty
     from paceline.runtime.job import init as init
     from paceline.runtime.job import is_data_worker as is_data_worker

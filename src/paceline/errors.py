@@ -21,6 +21,8 @@
     |-- ProtocolError               a bug or version skew: stop
     |   |-- BadFrame                bytes that no Paceline process would send
     |   |-- VersionMismatch         peers run different versions
+    |-- DeviceError                 a device failed or disappeared; names the rank and the device
+    |   |-- DeviceMemoryError       it has too little memory for what training adds to the model
     |-- CheckpointError             it could not be written or read (disk full, EIO); names the path
     |   |-- CheckpointCorrupt       not what was written; names the file, expected and found hash
     |   |-- CheckpointMismatch      it belongs to another model
@@ -217,6 +219,14 @@ class PortInUse(SetupError):
 
 class SharedMemoryError(SetupError):
     """The memory for a shared segment cannot be allocated."""
+
+
+class DeviceError(PacelineError):
+    """A device failed or disappeared."""
+
+
+class DeviceMemoryError(DeviceError):
+    """A device has too little memory for what training adds to the model."""
 
 
 class LaunchError(SetupError):

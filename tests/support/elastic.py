@@ -51,6 +51,8 @@ class ElasticJob:
         self.policy = policy
         self.hosts: Sequence[int] = ()  # of each rank; nothing: one host
         self.events: list[Event] = []
+        # What a worker calls to join and run a body, and its first arguments.
+        self.joining: tuple[Callable[..., Any], tuple[Any, ...]] = (_unpack_and_join, ())
         self._directory, self._env = directory, dict(env)
         self._secret_file = create_secret_file(Path(directory))
         self._job_id = f"test-{os.path.basename(directory)}"
@@ -79,7 +81,8 @@ class ElasticJob:
 
     def start(self, body: Callable[..., Any], *arguments: Any) -> None:
         """Start the job's first processes."""
-        self._body = (_unpack_and_join, (pack(body), arguments))
+        join, before = self.joining
+        self._body = (join, (*before, pack(body), arguments))
         for number in range(self.policy.num_workers):
             self._start(self._body, {"PACELINE_RANK": str(number)})
         for number in range(self.policy.num_servers):

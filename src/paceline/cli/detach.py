@@ -25,8 +25,9 @@ from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display
 from paceline.observe.record.files import LogFiles
 from paceline.observe.record.recorder import RunRecorder
-from paceline.runtime.config import inherited_environ, process_start
+from paceline.runtime.config import inherited_environ
 from paceline.runtime.console import say
+from paceline.runtime.machine import process_start
 
 JOB_LOG, EXIT_CODE = "job.log", "exit-code"
 _POLL_S = 0.1

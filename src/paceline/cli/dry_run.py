@@ -117,6 +117,9 @@ def _settings(spec: RunSpec, inherited: Mapping[str, str]) -> list[str]:
     mesh = spec.mesh_in(inherited)
     if mesh is not None:
         lines.append(f"mesh: {mesh}, which overrides the script's")
+    devices = spec.devices_in(inherited)
+    if devices is not None:
+        lines.append(f"devices of each host's workers: {devices}")
     directory = run_directory(spec, inherited, "<id>")
     if directory is not None:
         name = (

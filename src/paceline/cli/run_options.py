@@ -134,6 +134,16 @@ def run(
             " 20 to 29. Also PACELINE_TRACE.",
         ),
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="auto|cpu|TYPE[:I,...]",
+            help="Device of each worker: auto is an accelerator for each worker of a host, or the"
+            " CPU where there is none; cuda:0,1 names them, and may name one twice. Also"
+            " PACELINE_DEVICES.",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -281,6 +291,7 @@ def run(
     from paceline.observe.telemetry.trace import TracedSteps
     from paceline.pace.parse import parse_schedule
     from paceline.runtime.config import inherited_environ
+    from paceline.runtime.device_request import parse_devices
     from paceline.runtime.mesh import Mesh
 
     grid = None if mesh is None else Mesh.parse(mesh)
@@ -325,6 +336,7 @@ def run(
         precision=precision,
         mesh=grid,
         trace=None if trace is None else TracedSteps.parse(trace),
+        devices=None if devices is None else parse_devices(devices),
         env=parse_env(env or ()),
         log_dir=log_dir,
         metrics_port=metrics_port,

@@ -30,7 +30,8 @@ from paceline.observe.display.screen import LiveScreen, PlainScreen, Screen
 from paceline.observe.display.table import table_lines
 from paceline.observe.telemetry.events import RunEnded
 from paceline.observe.telemetry.file_formats import EVENTS_FILE, last_line
-from paceline.runtime.config import inherited_environ, process_start
+from paceline.runtime.config import inherited_environ
+from paceline.runtime.machine import process_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable

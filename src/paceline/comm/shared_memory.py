@@ -15,8 +15,12 @@ from paceline.comm.tensors import num_bytes
 from paceline.errors import SharedMemoryError, UsageError
 
 
-def allocate(engine: _core.Engine, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def allocate(
+    engine: _core.Engine, shape: Sequence[int], dtype: torch.dtype, *, apart: bool = False
+) -> torch.Tensor:
     """Return an uninitialised tensor in engine memory; it is freed with its last reference.
+
+    `apart`: on pages of its own, which can be registered with a device.
 
     Raises SharedMemoryError if the machine does not have the memory.
     """
@@ -25,7 +29,7 @@ def allocate(engine: _core.Engine, shape: Sequence[int], dtype: torch.dtype) -> 
         raise UsageError(f"engine memory: shape {list(shape)} has a negative length")
     if size >= 1 << 63:
         raise SharedMemoryError(f"engine memory: shape {list(shape)} would take {size:.1e} bytes")
-    memory: Any = torch.from_numpy(engine.allocate(max(size, 1)))
+    memory: Any = torch.from_numpy(engine.allocate(max(size, 1), apart=apart))
     return memory[:size].view(dtype).view(tuple(shape))  # type: ignore[no-any-return]
 
 

@@ -144,6 +144,16 @@ class SlicedReduction(CompressedReduction):
             at += length
 
     @property
+    def payload(self) -> torch.Tensor:
+        """This worker's payload of all large spans, one after the other."""
+        return self._payload
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The payload of the mean, after `settle`."""
+        return self._result
+
+    @property
     def sent_bytes(self) -> int:
         rank, size = self._rank_and_size
         own = self._bounds[rank + 1] - self._bounds[rank]

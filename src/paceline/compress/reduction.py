@@ -46,6 +46,7 @@ class CompressedReduction:
         self._small_work: Work[Any] | None = None
         self._first_hop: Work[Any] | None = None
         self.last_hop: Work[Any] | None = None  # `finish` waits for it
+        self.is_decoded_elsewhere = False  # on a device: `write` is not called
 
     # -- defined by each kind of reduction --------------------------------------------------------
 
@@ -95,6 +96,34 @@ class CompressedReduction:
         self.account.add_sent(8 * self.layout.size * (size - 1) // size, self.sent_bytes + small)
         return self._first_hop
 
+    # -- values that were encoded on a device (pace/through_host/encoded.py) ----------------------
+
+    @property
+    def small(self) -> torch.Tensor:
+        """The uncompressed values that this worker sends."""
+        return self._small
+
+    @property
+    def small_mean(self) -> torch.Tensor:
+        """The means of the uncompressed values, after `settle`."""
+        return self._small_mean
+
+    def is_encoded(self, key: int) -> bool:
+        """Return whether the payload has the values of this key."""
+        return key == self._key
+
+    def take_encoded(self, key: int) -> None:
+        """Note that the payload has been filled elsewhere, with the values of this key."""
+        self._key = key
+        self.steps += 1
+
+    def settle(self) -> None:
+        """Wait for the last hop; the mean stays encoded."""
+        assert self.last_hop is not None, "start() comes before settle()"
+        self.last_hop.wait()
+        if self._small_work is not None:
+            self._small_work.wait()
+
     @property
     def is_here(self) -> bool:
         """Whether the first hop is done without an error."""
@@ -110,10 +139,7 @@ class CompressedReduction:
 
     def finish(self, out: torch.Tensor) -> None:
         """Write the mean of the workers' values to `out`."""
-        assert self.last_hop is not None, "start() comes before finish()"
-        self.last_hop.wait()
-        if self._small_work is not None:
-            self._small_work.wait()
+        self.settle()
         with self.account.timed():
             self.write(out)
             self.layout.unpack_small(self._small_mean, out)
@@ -176,7 +202,7 @@ class AllGatherReduction(CompressedReduction):
 
     def write(self, out: torch.Tensor) -> None:
         for number, span in enumerate(self.layout.large):
-            self.codec.mean([self._part(row, number) for row in self._rows], span.of(out))
+            self.codec.mean(self.payloads_of(number), span.of(out))
 
     @property
     def sent_bytes(self) -> int:
@@ -185,3 +211,11 @@ class AllGatherReduction(CompressedReduction):
     def _part(self, row: torch.Tensor, number: int) -> torch.Tensor:
         begin = self._ends[number]
         return row[begin : begin + self.codec.num_bytes(self.layout.large[number].count)]
+
+    def payload_of(self, number: int) -> torch.Tensor:
+        """Return this worker's payload of a large span."""
+        return self._part(self._payload, number)
+
+    def payloads_of(self, number: int) -> list[torch.Tensor]:
+        """Return all workers' payloads of a large span, after the exchange."""
+        return [self._part(row, number) for row in self._rows]

@@ -83,18 +83,31 @@ class TopK(Codec):
 
     def mean(self, payloads: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         k = self.count(out.numel())
-        split, width = self._value_bytes(k), sparse.gap_format(out.numel(), k)
         rows = []
         for payload in payloads:
             indices = torch.empty(k, dtype=torch.int32)
-            sparse.unpack_gaps(payload[split:], out.numel(), indices, width=width)
-            if self._values is None:
-                chosen = payload[:split].view(torch.float32)
-            else:
-                chosen = torch.empty(k)
-                blocks.mean(self._values.name, [payload[:split]], chosen)
-            rows.append((indices, chosen))
+            rows.append((indices, self.unpack(payload, out.numel(), indices)))
         sparse.scatter_mean(rows, out)
+
+    def unpack(self, payload: torch.Tensor, size: int, indices: torch.Tensor) -> torch.Tensor:
+        """Read the indices of a payload of this many numbers; return the values.
+
+        BadFrame if the payload is no valid one.
+        """
+        k = indices.numel()
+        split = self._value_bytes(k)
+        width = sparse.gap_format(size, k)
+        sparse.unpack_gaps(payload[split:], size, indices, width=width)
+        if self._values is None:
+            return payload[:split].view(torch.float32)
+        chosen = torch.empty(k)
+        blocks.mean(self._values.name, [payload[:split]], chosen)
+        return chosen
+
+    @property
+    def has_plain_values(self) -> bool:
+        """Whether no other codec encodes the selected values."""
+        return self._values is None
 
     def _value_bytes(self, k: int) -> int:
         return 4 * k if self._values is None else self._values.payload_bytes(k)

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.comm.devices import seed_all
+
 State = dict[str, Any]  # plain data
 
 _MAKING, _USING, _STEP = 1, 2, 3
@@ -41,8 +43,7 @@ def mix_seeds(*numbers: int) -> int:
 def seed_everything(seed: int) -> None:
     """Seed this process's generators."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    seed_all(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # the one that datasets use
 

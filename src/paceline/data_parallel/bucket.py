@@ -1,10 +1,11 @@
 """Bucket: some parameters whose gradients are exchanged together.
 
-Three flat tensors in engine memory: `grads` takes this worker's gradients during backward and stays
-as it is until the next one (after a failure they can be reduced again), `averaged` receives what
-the workers agree on and is what `param.grad` shows (the same tensor where nothing is averaged),
-`params` holds the parameters. What the workers of a host share of these the script sees through a
-private view (`shown`), so that what it writes to it between two steps stays its own.
+Three flat tensors in engine memory, or in the memory of the parameters' device: `grads` takes this
+worker's gradients during backward and stays as it is until the next one (after a failure they can
+be reduced again), `averaged` receives what the workers agree on and is what `param.grad` shows (the
+same tensor where nothing is averaged, or in place), `params` holds the parameters. What the workers
+of a host share of these the script sees through a private view (`shown`), so that what it writes to
+it between two steps stays its own.
 
 A fresh gradient is copied into `grads` and freed at once, so that the next one is computed in the
 memory, still in the cache, that this one frees. (The alternative, letting autograd add to a zeroed
@@ -21,12 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
+from paceline.comm.devices import in_own_storage, is_on_device
 from paceline.comm.shared_memory import HostTensor
+from paceline.data_parallel.device_streams import BucketStreams
 
 _LINE_BYTES = 64
 
@@ -72,7 +75,7 @@ class ParamSegment:
         its bucket.
         """
         param = self.named.param
-        alias: torch.Tensor = from_dlpack(self.view(flat))
+        alias = in_own_storage(self.view(flat))
         return alias.as_strided(param.size(), param.stride())  # DLPack drops some strides of 1
 
 
@@ -92,21 +95,22 @@ def plan_buckets(
 ) -> list[list[NamedParameter]]:
     """Return the parameters by bucket, in the order in which their gradients will be ready.
 
-    A bucket has one dtype and at most `bucket_bytes` (the first: `first_bytes`), unless a single
-    parameter is larger. A pure function of the parameters: all workers make the same plan.
+    A bucket has one dtype, one device and at most `bucket_bytes` (the first: `first_bytes`), unless
+    a single parameter is larger. A pure function of the parameters: all workers make the same plan.
     """
     buckets: list[list[NamedParameter]] = []
-    open_buckets: dict[torch.dtype, list[NamedParameter]] = {}
-    sizes: dict[torch.dtype, int] = {}
+    open_buckets: dict[tuple[torch.dtype, str], list[NamedParameter]] = {}
+    sizes: dict[tuple[torch.dtype, str], int] = {}
     for named in reversed(parameters):
-        dtype, size = named.param.dtype, named.param.numel() * named.param.element_size()
+        kind = (named.param.dtype, named.param.device.type)
+        size = named.param.numel() * named.param.element_size()
         limit = bucket_bytes if buckets else first_bytes
-        if dtype in open_buckets and sizes[dtype] + size > limit:
-            buckets.append(open_buckets.pop(dtype))
-        if dtype not in open_buckets:
-            open_buckets[dtype], sizes[dtype] = [], 0
-        open_buckets[dtype].append(named)
-        sizes[dtype] += size
+        if kind in open_buckets and sizes[kind] + size > limit:
+            buckets.append(open_buckets.pop(kind))
+        if kind not in open_buckets:
+            open_buckets[kind], sizes[kind] = [], 0
+        open_buckets[kind].append(named)
+        sizes[kind] += size
     return buckets + list(open_buckets.values())
 
 
@@ -150,6 +154,37 @@ class ParamSlot:
         self.stale = False  # `grad` holds numbers of an earlier step
         self.claimed = False  # a layer computes its gradient in `grad` (direct_gradients.py)
 
+    def make_hook(
+        self, on_ready: Callable[[ParamSlot, torch.nn.Parameter], None], on_full: Callable[[], None]
+    ) -> Callable[[torch.nn.Parameter], None]:
+        """Return the hook of the parameter; `on_full` submits buckets that are full.
+
+        Autograd calls it in every step, and there may be thousands of small parameters. Their hook
+        has a fast path for the most frequent case.
+        """
+        bucket, streams = self.bucket, self.bucket.streams
+        if not self.is_small and streams is None:
+            return partial(on_ready, self)
+
+        def on_small_ready(param: torch.nn.Parameter) -> None:
+            if self.ready or not bucket.is_open:
+                on_ready(self, param)
+                return
+            self.ready = True
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                on_full()
+
+        def on_device_ready(param: torch.nn.Parameter) -> None:
+            assert streams is not None
+            streams.note()
+            if self.is_small:
+                on_small_ready(param)
+            else:
+                on_ready(self, param)
+
+        return on_small_ready if streams is None else on_device_ready
+
     def bring_home(self) -> bool:
         """Move the parameter back if the script has set `param.data` to another tensor.
 
@@ -181,6 +216,7 @@ class Bucket:
         self.label = f"bucket {index} ({parameters[0].name} .. {parameters[-1].name})"
         grads = allocate(size, dtype)
         self.grads = (grads.shared if isinstance(grads, HostTensor) else grads).zero_()
+        self.streams = BucketStreams(self.grads.device) if is_on_device(self.grads) else None
         averaged = grads if allocate_averaged is None else allocate_averaged(size, dtype)
         self.host_averaged = averaged if isinstance(averaged, HostTensor) else None
         self.averaged = averaged.private if isinstance(averaged, HostTensor) else averaged
@@ -263,19 +299,26 @@ class Bucket:
                 grads = [grad.to_dense() for grad in grads]
             torch._foreach_copy_(views, grads)
 
+    def join_streams(self) -> None:
+        """On a device: let the current stream wait for all gradients of this pass."""
+        if self.streams is not None:
+            grads = [param.grad for param in self._small_params]
+            self.streams.join(grad for grad in grads if grad is not None)
+
     def _note_stale(self, slots: Sequence[ParamSlot]) -> None:
         for slot in slots:
             slot.stale = True
 
     def complete(self) -> None:
         """Fill in what backward has not: an earlier gradient that was not exchanged, or zero."""
+        self.join_streams()
         for slot in self.slots:
             if slot.ready:
                 continue
             if slot.param.grad is not None:  # from a backward pass under no_sync()
                 slot.grad.copy_(slot.param.grad)
                 slot.ready = slot.stale = True
-            elif slot.stale:
+            elif slot.stale or self.averaged is self.grads:  # which has the last average
                 slot.grad.zero_()
                 slot.stale = self._is_all_stale = False
         self.flush()

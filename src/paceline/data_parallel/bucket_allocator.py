@@ -1,7 +1,8 @@
 """BucketAllocator: assigns every trainable parameter to a bucket, and moves it there.
 
 With a sharded update, the parameters that the optimizer updates move into memory that the workers
-of the host share; all others into this worker's own. (A "host" of this worker alone makes sense
+of the host share; all others into this worker's own, or if they are on a device into memory of that
+device. (A "host" of this worker alone makes sense
 too: the private view of its memory shows what the script has written.)
 
 COMMON MEMORY. Parameters may be one memory for all workers of a host (hogwild), in a job whose
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from paceline import _core
+from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.object_collectives import all_gather_object
 from paceline.comm.shared_memory import HostTensor, allocate, allocate_on_host
@@ -64,16 +67,22 @@ class BucketAllocator:
 
     def allocate_buckets(self, parameters: Sequence[NamedParameter]) -> list[Bucket]:
         """Move these parameters into new buckets, after the existing ones."""
-        buckets = []
+        return self.fill(self.make_buckets(parameters))
+
+    def make_buckets(self, parameters: Sequence[NamedParameter]) -> list[tuple[Bucket, bool]]:
+        """Return empty buckets for these parameters, each with whether it is shared."""
+        made: list[tuple[Bucket, bool]] = []
+        num_slots = self._num_slots
         for plan, is_shared in self._plan(parameters):
-            bucket = Bucket(
-                self._num_buckets,
-                plan,
-                allocate=self._allocate_on_host if self._averages == "view" else self._allocate,
-                allocate_params=self._params_memory(is_shared),
-                allocate_averaged=self._averaged_memory(),
-                first_slot=self._num_slots,
-            )
+            bucket = self._make_bucket(self._num_buckets + len(made), plan, is_shared, num_slots)
+            num_slots += len(bucket.slots)
+            made.append((bucket, is_shared))
+        return made
+
+    def fill(self, made: Sequence[tuple[Bucket, bool]]) -> list[Bucket]:
+        """Move the parameters into their buckets."""
+        buckets = []
+        for bucket, is_shared in made:
             self._move_params(bucket, is_shared)
             self._num_buckets += 1
             self._num_slots += len(bucket.slots)
@@ -84,6 +93,29 @@ class BucketAllocator:
                 self._common.append(bucket)
             buckets.append(bucket)
         return buckets
+
+    def _make_bucket(
+        self, index: int, plan: Sequence[NamedParameter], is_shared: bool, first_slot: int
+    ) -> Bucket:
+        if is_on_device(plan[0].param):
+            there = partial(_allocate_there, plan[0].param.device)
+            averaged = None if self._averages == "none" else there
+            return Bucket(
+                index,
+                plan,
+                allocate=there,
+                allocate_params=there,
+                allocate_averaged=averaged,
+                first_slot=first_slot,
+            )
+        return Bucket(
+            index,
+            plan,
+            allocate=self._allocate_on_host if self._averages == "view" else self._allocate,
+            allocate_params=self._params_memory(is_shared),
+            allocate_averaged=self._averaged_memory(),
+            first_slot=first_slot,
+        )
 
     def _plan(
         self, parameters: Sequence[NamedParameter]
@@ -171,6 +203,10 @@ class BucketAllocator:
                 make_tensor_copies_plain(slot.param)
         if is_shared:
             self._host.barrier()
+
+
+def _allocate_there(device: torch.device, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
 
 
 _OWN = -1  # memory of a newcomer, which no other process maps

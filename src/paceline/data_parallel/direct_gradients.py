@@ -4,6 +4,8 @@ The gradient of a linear layer's weight is one matrix product. Autograd would co
 memory, from which it is copied into the bucket: for a wide network that copy costs more than the
 exchange. Here the product's output is the bucket's own memory, and autograd gets a view of it.
 
+Only on the CPU: for a device the copy is cheap, and a Python call is not.
+
 Nothing else changes: the view passes through hooks and sums like any gradient, and if the final
 `param.grad` is not the view itself, it is copied as always. A layer gets a view only if nothing
 else can keep it: once per backward pass, in a pass that exchanges gradients, while the weight has
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from paceline.comm.devices import is_on_device
 from paceline.data_parallel.bucket import ParamSlot
 from paceline.data_parallel.hooks import StandIn, replace_forward
 
@@ -44,7 +47,9 @@ def compute_in_bucket(
             continue
         weight = module._parameters.get("weight")  # missing if it is computed (weight norm)
         slot = slots.get(weight) if weight is not None else None
-        if slot is not None and slot.segment.count >= MIN_ELEMENTS:
+        if slot is None or is_on_device(slot.grad):
+            continue
+        if slot.segment.count >= MIN_ELEMENTS:
             replace_forward(module, _DirectForward(module, slot, reducer))
 
 

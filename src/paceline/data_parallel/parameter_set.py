@@ -6,17 +6,19 @@ require gradients move into buckets; a gradient that was not averaged must not r
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from paceline.data_parallel.bucket import NamedParameter
+from paceline.comm.object_collectives import all_gather_object
+from paceline.data_parallel.bucket import Bucket, NamedParameter
 from paceline.data_parallel.bucket_allocator import BucketAllocator
 from paceline.data_parallel.direct_gradients import compute_in_bucket
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.setup import TrainingSetup
-from paceline.errors import UsageError
+from paceline.errors import DeviceMemoryError, UsageError
 
 
 class ParameterSet:
@@ -78,6 +80,28 @@ class ParameterSet:
                         " that the model did not have when it was distributed"
                     )
 
+    def _allocate(self, dense: Sequence[NamedParameter]) -> list[Bucket]:
+        """Move parameters into buckets. If a device has no memory for them, all workers raise."""
+        there, allocator = self._setup.on_device, self._allocator
+        if there is None:
+            return allocator.allocate_buckets(dense)
+        problem, made = None, list[tuple[Bucket, bool]]()
+        try:
+            made = allocator.make_buckets(dense)
+        except torch.OutOfMemoryError as error:
+            problem = f"{there.device} has too little memory for the gradients: {error}"
+        group = self._setup.group
+        for rank, text in zip(group.ranks, all_gather_object(group, problem), strict=True):
+            if text is not None:
+                made.clear()
+                gc.collect()  # buckets and their slots refer to each other
+                raise DeviceMemoryError(
+                    f"distribute: rank {rank}: {text}. Parameters and gradients need about three"
+                    " times the memory of the model, and the optimizer's state more: use a smaller"
+                    " model or batch, or 16-bit parameters"
+                )
+        return allocator.fill(made)
+
     def _take(self, model: nn.Module, parameters: Sequence[NamedParameter]) -> None:
         sparse_ids = {
             id(module.weight)
@@ -94,11 +118,11 @@ class ParameterSet:
                 f"{sparse[0]} has sparse gradients, which only allreduce and the paces with servers"
                 " exchange; use one of those, or nn.Embedding(..., sparse=False)"
             )
-        buckets = self._allocator.allocate_buckets(dense)
+        buckets = self._allocate(dense)
         if setup.serving is not None:
             setup.serving.take(buckets)
         if setup.method is not None:
-            setup.method.take(buckets)
+            setup.method.take(buckets if setup.hosts is None else setup.hosts.take(buckets))
         setup.exchange.take(buckets)
         self._reducer.add(buckets, sparse)
         compute_in_bucket(model, self._allocator.slots, self._reducer)

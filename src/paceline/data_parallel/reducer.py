@@ -12,13 +12,15 @@ Autograd runs callbacks at the end of the pass in which they were queued. With r
 checkpointing passes nest, and a parameter may become ready in an inner one. So the first gradient
 of the model's outputs queues the callback; a parameter only if `model(...)` was not called.
 
-Threads: all of this runs on the thread that calls backward(); the engine's thread moves data.
+Threads: the thread that calls backward(); for parameters on a device autograd's thread for that
+device, on the streams of their forward pass. The engine's thread moves data.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -73,7 +75,8 @@ class Reducer:
         self.is_syncing = True  # a backward pass that began now would exchange gradients
         self._active = False  # inside a backward pass that exchanges gradients
         self._has_local_gradients = False  # the last backward pass was one without exchange
-        self._next = 0  # number of the next bucket to submit
+        self._lock = threading.RLock()  # hooks run on several threads if there is a device
+        self._next = 0  # number of the next bucket to submit; guarded by: _lock
         self._works: list[Handle] = []
         self._spans = ExchangeSpans(exchange)
         self.step = 0  # number of backward passes with exchange so far
@@ -87,13 +90,13 @@ class Reducer:
             self.buckets.append(bucket)
             for slot in bucket.slots:
                 self._slots.append(slot)
-                on_ready = self._hook_of(slot)
+                on_ready = slot.make_hook(self._on_grad_ready, self._submit_full)
                 self._hooks.append(slot.param.register_post_accumulate_grad_hook(on_ready))
                 self._results.append((slot.param, slot.averaged))
         for named in sparse:
             self.sparse.parameters.append(named)
-            hook = named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
-            self._hooks.append(hook)
+            on_ready = partial(self._on_sparse_ready, named)
+            self._hooks.append(named.param.register_post_accumulate_grad_hook(on_ready))
         all_sparse = self.sparse.parameters
         self.names = [slot.name for slot in self._slots] + [named.name for named in all_sparse]
         self.params = [slot.param for slot in self._slots] + [named.param for named in all_sparse]
@@ -138,9 +141,12 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """Begin a backward pass, unless it has begun; mask inside it, any number of times."""
-        if not self._active and self.is_syncing:
-            self._begin()
-            Variable._execution_engine.queue_callback(self._on_backward_end)
+        if self._active or not self.is_syncing:
+            return
+        with self._lock:
+            if not self._active:
+                self._begin()
+                Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _begin(self) -> None:
         self._active = True
@@ -148,33 +154,20 @@ class Reducer:
         is_plain = not torch.is_grad_enabled()  # gradients have no graph of their own
         for bucket in self.buckets:
             bucket.is_open = is_plain
+            if bucket.streams is not None:
+                bucket.streams.refuse_capture(self._group.rank)
 
-    def _hook_of(self, slot: ParamSlot) -> Callable[[torch.nn.Parameter], None]:
-        """Return the hook of a parameter.
-
-        Autograd calls it in every step, and there may be thousands of small parameters. Their hook
-        has a fast path for the most frequent case.
-        """
-        bucket = slot.bucket
-        if not slot.is_small:
-            return partial(self._on_grad_ready, slot)
-
-        def on_small_ready(param: torch.nn.Parameter) -> None:
-            if slot.ready or not bucket.is_open:
-                self._on_grad_ready(slot, param)
-                return
-            slot.ready = True
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                self._submit_full()
-
-        return on_small_ready
+    def _is_exchanged(self) -> bool:
+        """Return whether a gradient that has just arrived is exchanged in this pass."""
+        if self.is_syncing:
+            self.begin_backward()
+        else:
+            self._has_local_gradients = True
+        return self.is_syncing
 
     def _on_grad_ready(self, slot: ParamSlot, param: torch.nn.Parameter) -> None:
-        if not self.is_syncing:
-            self._has_local_gradients = True
+        if not self._is_exchanged():
             return
-        self.begin_backward()
         grad = param.grad
         assert grad is not None
         if grad.requires_grad:
@@ -188,22 +181,18 @@ class Reducer:
         if bucket.missing == 0:
             self._submit_full()
 
-    def _on_sparse_ready(self, param: torch.nn.Parameter) -> None:
-        if not self.is_syncing:
-            self._has_local_gradients = True
-            return
-        self.begin_backward()
-        if param.grad is not None and param.grad.requires_grad:
-            raise refusals.double_backward(
-                next(n.name for n in self.sparse.parameters if n.param is param)
-            )
+    def _on_sparse_ready(self, named: NamedParameter, param: torch.nn.Parameter) -> None:
+        if self._is_exchanged() and param.grad is not None and param.grad.requires_grad:
+            raise refusals.double_backward(named.name)
 
     def _submit_full(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-            bucket = self.buckets[self._next]
-            bucket.flush()
-            self._submit(bucket)
-            self._next += 1
+        with self._lock:
+            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+                bucket = self.buckets[self._next]
+                bucket.join_streams()
+                bucket.flush()
+                self._submit(bucket)
+                self._next += 1
 
     def _submit(self, bucket: Bucket) -> None:
         bucket.is_submitted, bucket.is_open = True, False
@@ -340,7 +329,8 @@ class Reducer:
                 float(elastic.is_stop_due if elastic.is_on else self._unit_stops),
                 float(elastic.is_on and elastic.is_change_due),
                 float(
-                    self._traits.hides_nonfinite and self._policy.has_hidden_nonfinite(self.buckets)
+                    (self._traits.hides_nonfinite or self._traits.checks_late)
+                    and self._policy.has_hidden_nonfinite(self.buckets)
                 ),
                 self.weighting.weight,
             ]

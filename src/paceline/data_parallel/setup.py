@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.compress.codec import Allocate
 from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.data_parallel.bucket import Bucket
 from paceline.data_parallel.bucket_allocator import BucketAllocator
+from paceline.data_parallel.checks.placement import device_of
+from paceline.data_parallel.device_setup import DeviceSetup
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.update.optimizer_state import HostState
 from paceline.data_parallel.update.ownership import is_elementwise
@@ -34,6 +37,8 @@ from paceline.pace.hierarchical import HostFirst
 from paceline.pace.method import Method, Setting, make_method
 from paceline.pace.parse import PaceSpec
 from paceline.pace.registry import needs_servers
+from paceline.pace.through_host.encoded import encoded_through_host
+from paceline.pace.through_host.exchange import HostBuckets, ThroughHost
 from paceline.runtime.job import Job
 
 
@@ -59,14 +64,20 @@ class TrainingSetup:
         self.centre: Centre | None = None
         self._host_state: HostState | None = None
         self.shares_params = self.is_common = False
+        self.on_device: DeviceSetup | None = None  # if the model has parameters on one
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Choose and create everything."""
         job, pace = self.job, self.pace
+        if (device := device_of(model)) is not None:
+            self.on_device = DeviceSetup(
+                job, self.group, model, device, self.options, self.name, self.form
+            )
         self.host = _host_group(job)
         self._groups.append(self.host)
         if needs_servers(pace.name) and job.servers:
-            self.serving = Serving(job, self.group, optimizer, pace, self.options, self._label)
+            where = (self._label, self.hosts)
+            self.serving = Serving(job, self.group, optimizer, pace, self.options, *where)
         self.method = self._choose_method(optimizer)
         self.shares_params = self._wants_sharing(optimizer)
         self.is_common = self.method is not None and self.method.shares_params
@@ -80,8 +91,15 @@ class TrainingSetup:
             self._host_state.close()
         if self.serving is not None:
             self.serving.close()
+        if self.on_device is not None:
+            self.on_device.close()
         for group in self._groups:
             group.close()
+
+    @property
+    def hosts(self) -> HostBuckets | None:
+        """What paces see of parameters on a device, in engine memory; None: there are none."""
+        return None if self.on_device is None else self.on_device.hosts
 
     def form(self, use: str) -> Group:
         """Create a group of all workers. Collective."""
@@ -162,16 +180,25 @@ class TrainingSetup:
             return self.serving.exchange
         if self.method is None:
             spec = choose_codec(self.job, self.options)
+            if self.on_device is not None and not spec.is_on:
+                return self.on_device.choose_exchange()
             if not spec.is_on:
                 return AllReduce(self.group)
-            makes = (self.form, self._groups.append, self.memory)
-            return compressed_average(self.job, self.group, self.host, spec, *makes)
-        return self.method.exchange() or OwnGradients()
+            memory = self.memory if self.hosts is None else self.hosts.allocate
+            makes = (self.form, self._groups.append, memory)
+            average = compressed_average(self.job, self.group, self.host, spec, *makes)
+            return average if self.hosts is None else encoded_through_host(average, self.hosts)
+        own = self.method.exchange()
+        if own is not None and self.hosts is not None:
+            return ThroughHost(own, self.hosts)
+        return own or OwnGradients()
 
     def _choose_averages(self) -> str:
         """Return where averaged gradients are stored; bucket_allocator.py lists the words."""
         if self.serving is not None:
             return self.serving.averages
+        if self.on_device is not None:
+            return self.on_device.averages
         # No other process holds these shards: their gradients are the averages.
         is_alone = (
             bool(self.job.part_suffix) and self.group.size == 1 and not self.job.elastic.is_on
@@ -181,6 +208,8 @@ class TrainingSetup:
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.serving is not None:
             return self.serving.shares_memory
+        if self.on_device is not None:
+            return False  # memory of a device is not shared
         if self.method is not None:
             return False  # workers have different values most of the time
         if self.options.update == "replicated" or self.job.elastic.is_on:
@@ -296,6 +325,8 @@ def report_figures(setup: TrainingSetup, optimizer: torch.optim.Optimizer) -> No
     """Report the learning rate with each step, and the staleness of free-running updates."""
     optimized, reporter = weakref.ref(optimizer), setup.job.reporter
     reporter.watch(LEARNING_RATE, lambda: _rate_of(optimized()))
+    if setup.on_device is not None:
+        setup.on_device.report_figures(reporter)
     if setup.serving is not None and setup.is_free:
         served = weakref.ref(setup.serving.update)
         reporter.watch(STALENESS, lambda: _staleness_of(served()))
@@ -304,6 +335,8 @@ def report_figures(setup: TrainingSetup, optimizer: torch.optim.Optimizer) -> No
 def _rate_of(optimizer: torch.optim.Optimizer | None) -> float | None:
     """Return the learning rate of the first parameters, if there is one."""
     rate = optimizer.param_groups[0].get("lr") if optimizer and optimizer.param_groups else None
+    if isinstance(rate, torch.Tensor) and is_on_device(rate):
+        return None  # to read it would wait for the device
     return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
 
 

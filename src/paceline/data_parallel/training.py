@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import Group
+from paceline.comm.host_route import broadcast_first
 from paceline.data_parallel.amp.grad_scaler import TorchScaler, choose_skipping, step_with_nothing
 from paceline.data_parallel.amp.mixed_precision import compute_in, compute_in_full
 from paceline.data_parallel.checks.gradients import Health, all_finite
 from paceline.data_parallel.direct_gradients import compute_as_usual
 from paceline.data_parallel.hooks import detach_output
 from paceline.data_parallel.model_state.batchnorm import use_global_statistics, use_own_statistics
-from paceline.data_parallel.model_state.buffers import Buffers
+from paceline.data_parallel.model_state.device_buffers import make_buffers
 from paceline.data_parallel.model_state.elastic_state import register_elastic, unregister_elastic
 from paceline.data_parallel.pace_switch.handover import (
     GatheredState,
@@ -41,7 +42,7 @@ from paceline.data_parallel.setup import TrainingSetup, describe, left_out, repo
 from paceline.data_parallel.update.coordinated_step import MethodStep
 from paceline.data_parallel.update.step import Step, Update
 from paceline.data_parallel.weighting import forget_scale, losses_are_scaled
-from paceline.errors import PeerError, UsageError
+from paceline.errors import DeviceMemoryError, PeerError, UsageError
 from paceline.observe.telemetry.trace import tracer
 from paceline.options.table import Options
 from paceline.pace.exchange import Bucket as ExchangedBucket
@@ -77,13 +78,13 @@ class Training:
         self._setup = TrainingSetup(job, group, pace, options, label)
         try:
             self._set_up(model, optimizer)
-        except PeerError:  # the next attempt starts with a plain model
+        except (PeerError, DeviceMemoryError):  # the next attempt starts with a plain model
             self._take_down(model)
             raise
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         job, group, setup, options = self._job, self._group, self._setup, self.options
-        setup.prepare(optimizer)
+        setup.prepare(model, optimizer)
         self.serving, self.method, self.exchange = setup.serving, setup.method, setup.exchange
         self.health = Health(
             group,
@@ -92,6 +93,7 @@ class Training:
             job.ask_unit,
             on_servers=self.serving is not None,
             is_free=self.is_free,
+            device=setup.on_device.device if setup.on_device is not None else None,
         )
         self.reducer = Reducer(group, self.exchange, job.elastic, self)
         self._is_reducing = True
@@ -109,21 +111,16 @@ class Training:
         if notice and job.env.local_rank == 0:
             say(notice)
         for param in model.parameters():
-            group.broadcast(param.detach())
+            broadcast_first(group, param.detach())
         self._parameters.include_all(model)
-        self.buffers = Buffers(
-            model,
-            setup.form("buffers"),
-            job.fabric.engine,
-            setup.buffers_mode,
-            survives_loss=self.serving is not None,
-        )
+        self.buffers = make_buffers(setup, model, survives_loss=self.serving is not None)
         self.buffers.broadcast_now()
         self.update: Update = setup.make_update(optimizer, self._allocator)
         self._method_step: MethodStep | None = None
         if self.method is not None:
             flags = setup.form("flags")
-            self._method_step = MethodStep(job, self.method, self.reducer, self.buffers, flags)
+            parts = (self.reducer, self.buffers, flags, setup.hosts)
+            self._method_step = MethodStep(job, self.method, *parts)
         self.steps = 0  # at this pace
         self._waited_s = 0.0
         report_figures(setup, optimizer)
@@ -170,6 +167,8 @@ class Training:
 
     def has_hidden_nonfinite(self, buckets: Sequence[ExchangedBucket]) -> bool:
         """Return whether a GradScaler, on any worker, has to skip this step because of them."""
+        if self.exchange.traits.checks_late:
+            return self.health.late is not None and self.health.late.look()
         return losses_are_scaled() and not all_finite([bucket.grads for bucket in buckets])
 
     def during_exchange(self) -> None:
@@ -394,4 +393,6 @@ class Training:
         waiting_s = waited_s - self._waited_s + waited_after_s
         self._waited_s = waited_s
         self.steps += 1
+        if self._setup.on_device is not None:
+            self._setup.on_device.laps.lap()
         self._job.step_done(waited_s=waiting_s)

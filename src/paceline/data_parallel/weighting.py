@@ -26,9 +26,10 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.devices import is_on_device
 from paceline.data_parallel.direct_gradients import is_going_to_accumulate
 
-_scale = 1.0
+_scale: float | torch.Tensor = 1.0  # a tensor if the loss is on a device: nobody waits for it
 _are_scaled = False
 _all: weakref.WeakSet[Weighting] = weakref.WeakSet()
 
@@ -80,9 +81,12 @@ class Weighting:
 
     def _scale(self, accumulate: Any, grad: torch.Tensor) -> torch.Tensor:
         scale = _scale
-        if scale != 1.0 and not is_going_to_accumulate(accumulate):
+        if isinstance(scale, torch.Tensor) and scale.device != grad.device:
+            scale = float(scale)  # a parameter on the CPU: its gradient has waited, too
+        is_scaled = isinstance(scale, torch.Tensor) or scale != 1.0
+        if is_scaled and not is_going_to_accumulate(accumulate):
             scale = 1.0  # torch.autograd.grad(scaled loss, ...): the script divides
-        if self.weight == scale:
+        if not isinstance(scale, torch.Tensor) and self.weight == scale:
             return grad
         # Zero times infinity is not zero.
         return grad * (self.weight / scale) if self.weight else torch.zeros_like(grad)
@@ -111,11 +115,13 @@ def scaled(output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def forget_scale() -> None:
     """Reset the scale outside of backward, if the last pass failed."""
     global _scale
-    if _scale != 1.0 and torch._C._current_graph_task_id() == -1:
+    if (
+        isinstance(_scale, torch.Tensor) or _scale != 1.0
+    ) and torch._C._current_graph_task_id() == -1:
         _scale = 1.0
 
 
-def _begin(scale: float) -> None:
+def _begin(scale: float | torch.Tensor) -> None:
     global _scale
     _scale = scale
     Variable._execution_engine.queue_callback(_end)
@@ -137,5 +143,5 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (scale,) = ctx.saved_tensors
-        _begin(float(scale))
+        _begin(scale if is_on_device(scale) else float(scale))
         return grad * scale, None

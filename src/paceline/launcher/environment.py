@@ -162,6 +162,9 @@ def process_environ(
     trace = spec.trace_in(base)
     if trace is not None:
         environ["PACELINE_TRACE"] = str(trace)
+    devices = spec.devices_in(base)
+    if devices is not None:
+        environ["PACELINE_DEVICES"] = str(devices)
     if name.is_server:
         return for_server(environ, spec.env, spec.servers.threads)
     if name.is_data_worker:

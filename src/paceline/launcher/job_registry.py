@@ -23,7 +23,8 @@ from paceline.launcher.environment import JobAddresses
 from paceline.launcher.job_directory import directories, is_held
 from paceline.launcher.processes.guard_main import job_processes
 from paceline.launcher.spec import RunSpec
-from paceline.runtime.config import encryption, process_start, runtime_dir
+from paceline.runtime.config import encryption, runtime_dir
+from paceline.runtime.machine import process_start
 from paceline.runtime.process_names import ProcessName
 
 _FACTS, _PROCESSES = "job.json", "processes"

@@ -57,6 +57,9 @@ def configuration(
         "trace": given.either(
             spec.trace, spec.trace_in(environ), "PACELINE_TRACE", otherwise=DEFAULT
         ),
+        "devices": given.either(
+            spec.devices, spec.devices_in(environ), "PACELINE_DEVICES", otherwise=DEFAULT
+        ),
         "threads_per_worker": given.threads(),
         "threads_per_server": given.option("server_threads", spec.servers.threads or 2),
         **_elastic(given),

@@ -26,12 +26,14 @@ from paceline.options.table import require_precision
 from paceline.pace.parse import Schedule, parse_schedule
 from paceline.runtime.config import (
     encryption,
+    requested_devices,
     requested_mesh,
     requested_pace,
     requested_precision,
     requested_trace,
     uses_template,
 )
+from paceline.runtime.device_request import DeviceRequest, parse_devices
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.process_names import ProcessName, process_names
 
@@ -76,6 +78,7 @@ class RunSpec:
     precision: str | None = None
     mesh: Mesh | None = None
     trace: TracedSteps | None = None  # which steps
+    devices: DeviceRequest | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None  # None: keep nothing; see run_directory.py
     metrics_port: int | None = None  # of the Prometheus endpoint; 0: any free port
@@ -114,6 +117,7 @@ class RunSpec:
             ("--precision", self.precision, "PACELINE_PRECISION"),
             ("--mesh", self.mesh, "PACELINE_MESH"),
             ("--trace", self.trace, "PACELINE_TRACE"),
+            ("--devices", self.devices, "PACELINE_DEVICES"),
         ):
             if value is not None and variable in self.env:
                 raise ConfigError(
@@ -217,6 +221,13 @@ class RunSpec:
             return self.trace
         text = requested_trace({**inherited, **self.env})
         return None if text is None else TracedSteps.parse(text, "PACELINE_TRACE")
+
+    def devices_in(self, inherited: Mapping[str, str]) -> DeviceRequest | None:
+        """Return the devices of the workers, as `pace_in` returns the pace."""
+        if self.devices is not None:
+            return self.devices
+        text = requested_devices({**inherited, **self.env})
+        return None if text is None else parse_devices(text, "PACELINE_DEVICES")
 
     def uses_template_in(self, inherited: Mapping[str, str]) -> bool:
         """Return whether processes may be forked from a template: no option forbids it."""

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.comm.devices import devices_of
+
 # In evaluation torch's encoders read their layers' weights and call fused kernels; with these
 # settings they call their modules, as in training.
 _FUSED: list[tuple[type[nn.Module], str, Any]] = [
@@ -29,10 +31,11 @@ def dry_run(model: nn.Module) -> Iterator[None]:
     gradients = [(param, param.grad) for param in model.parameters()]
     for param, _ in gradients:
         param.grad = None  # so that the block accumulates into tensors of its own
-    devices = {param.device.index for param, _ in gradients if param.is_cuda}
+    found = devices_of(param for param, _ in gradients)
+    kind = found[0].type if found else "cpu"
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([device.index for device in found], device_type=kind):
             yield
     finally:
         random.setstate(python_state)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from paceline.comm.devices import devices_of
 from paceline.comm.object_collectives import all_gather_object, raise_first_problem
 from paceline.data_parallel.checks.model import find_problem, require_same_model
 from paceline.data_parallel.distribute import begin
@@ -60,6 +61,11 @@ def _check(
     """Raise UsageError for a model that cannot be sharded; else broadcast it, so that all processes
     start with the same values. Collective."""
     problem = find_problem(model, optimizer, may_be_meta=True)
+    if problem is None and (found := devices_of((*model.parameters(), *model.buffers()))):
+        problem = (
+            f"mesh {unit.mesh}: the model is on {found[0]}, and models are divided on the CPU only"
+            " in this version; train on devices without a mesh, or with dp alone"
+        )
     if problem is None and (unit.mesh.tp > 1 or unit.mesh.fsdp > 1):
         problem = find_optimizer_problem(optimizer, f"mesh {unit.mesh}")
     if problem is None and pace_options.get("batchnorm") == "global":

@@ -235,6 +235,23 @@ class Options(ServerOptions, frozen=True, kw_only=True):
             "[a codec](compression.md) for each worker's change since the last averaging round",
         ),
     ] = "auto"
+    via: Annotated[
+        str,
+        At(
+            ("allreduce",),
+            ("auto", "device", "host"),
+            "gradients on [a device](devices.md): `device`: its own collectives (NCCL); `host`:"
+            " through host memory, for slow networks; `auto`: its own if it has some",
+        ),
+    ] = "auto"
+    placement: Annotated[
+        str,
+        At(
+            _ALL,
+            ("one", "mixed"),
+            "`mixed`: some parameters are on [a device](devices.md), others on the CPU, on purpose",
+        ),
+    ] = "one"
     wait: Annotated[
         str,
         At(

@@ -29,6 +29,8 @@ from paceline.pace.method import Setting
 from paceline.runtime.work import Handle, Work
 from paceline.state.protocol import Change, Part, State
 
+_NOTHING = torch.empty(0)
+
 
 class BucketReductions(Part):
     """The reductions of some buckets, in the order in which they are sent. Main thread only."""
@@ -146,7 +148,9 @@ class CompressedAllReduce(AllReduce):
         reduction = self.reductions.of(bucket)
         if reduction is None:
             return super().submit(bucket, step)
-        work = self.reductions.start(reduction, bucket.grads, step)
+        # A bucket on a device may have been encoded there: then the host has no gradients of it.
+        values = _NOTHING if reduction.is_encoded(step) else bucket.grads
+        work = self.reductions.start(reduction, values, step)
         return Work(work.handle, lambda: self._finish(reduction, bucket), keep=work)
 
     def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
@@ -155,7 +159,10 @@ class CompressedAllReduce(AllReduce):
 
     def _finish(self, reduction: CompressedReduction, bucket: Bucket) -> None:
         self.reductions.forward_all()
-        reduction.finish(bucket.averaged)
+        if reduction.is_decoded_elsewhere:
+            reduction.settle()
+        else:
+            reduction.finish(bucket.averaged)
 
 
 class Means:

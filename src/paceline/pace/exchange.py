@@ -26,9 +26,18 @@ class Bucket(Protocol):
 
     index: int
     label: str  # for messages: the range of parameters in it
-    grads: torch.Tensor  # this worker's; never written by the exchange, so it can be sent again
-    averaged: torch.Tensor  # receives the agreed gradients: every param.grad is a view of it
-    params: torch.Tensor  # the parameters: every param.data is a view of it
+
+    @property
+    def grads(self) -> torch.Tensor:
+        """This worker's gradients; never written by the exchange, so they can be sent again."""
+
+    @property
+    def averaged(self) -> torch.Tensor:
+        """Receives the agreed gradients: every param.grad is a view of it."""
+
+    @property
+    def params(self) -> torch.Tensor:
+        """The parameters: every param.data is a view of it."""
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -50,6 +59,7 @@ class ExchangeTraits:
     may_be_local: bool = False  # local now, or in later steps
     is_weighted: bool = True  # each worker is weighted by the samples of its batch
     hides_nonfinite: bool = False  # NaN and infinity of one worker do not show in the result
+    checks_late: bool = False  # on a device: whether gradients were finite is known in a later step
     keeps_residual: bool = False  # what a codec leaves out of gradients is sent in a later step
     # For a trace. A bucket's Work ends when its complete exchange has ended.
     work_is_whole: bool = False

@@ -65,9 +65,12 @@ class Gossip(Method):
         to, of = self.neighbours()
         works: list[Work[torch.Tensor]] = []
         for bucket in self.buckets:
+            # A tag for each: before the first connection is open, a send can overtake another one.
+            tag = bucket.index
             for inbox, rank in zip(self._inboxes(bucket, len(of)), of, strict=True):
-                works.append(self.workers.recv(inbox, rank, async_op=True))  # type: ignore[arg-type]
-            works += [self.workers.send(bucket.params, rank, async_op=True) for rank in to]  # type: ignore[misc]
+                works.append(self.workers.recv(inbox, rank, tag=tag, async_op=True))  # type: ignore[arg-type]
+            values = bucket.params
+            works += [self.workers.send(values, rank, tag=tag, async_op=True) for rank in to]  # type: ignore[misc]
         for work in works:
             work.wait()
 

@@ -111,6 +111,13 @@ class ServerExchange(Exchange):
         """End the step table by table, the first layers' first; each is done on its own."""
         return [(table, table.commit(settings, stops=stops)) for table in reversed(self.tables)]
 
+    def show(self, buckets: Sequence[Bucket]) -> None:
+        """Bring fresh values from the tables' memory to the buckets' `params`: they are the same
+        memory here, but not on a device (through_host/served.py)."""
+
+    def collect(self, bucket: Bucket) -> None:
+        """Bring a bucket's `params` to the tables' memory."""
+
     def table_of(self, bucket: Bucket) -> RemoteTable:
         """Return the table that a bucket is exchanged through."""
         return self._location[bucket.index][0]

@@ -33,6 +33,7 @@ from paceline.runtime.launch_context import (
     require_agreement,
     server_context,
 )
+from paceline.runtime.machine import process_start
 
 DEFAULT_BIND_ADDRESS = "127.0.0.1"
 
@@ -61,6 +62,7 @@ class JobEnv:
     replicas: int = 1  # servers that hold each partition
     mesh: str = ""  # as requested, "dp=2,tp=2"; see runtime/mesh.py
     trace: str = ""  # as requested, "20:30"; see observe/telemetry/trace.py
+    devices: str = "auto"  # as requested, "cuda:0,1"; see runtime/device_request.py
     job_id: str
     coordinator: str | None
     secret_file: str | None
@@ -111,6 +113,12 @@ _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
     *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR", "ENCRYPT"),
+    "DEVICES",
+)
+# With these the runtimes of accelerators hide devices from a process.
+_VISIBILITY = (
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
 )
 ON_LOSS, _ENCRYPTION = ("shrink", "replace"), ("on", "off", "always")
 _ROLES = ("worker", "server", "data")
@@ -155,6 +163,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         replicas=_count(environ, "REPLICAS", 1),
         mesh=requested_mesh(environ) or "",
         trace=requested_trace(environ) or "",
+        devices=requested_devices(environ) or "auto",
         job_id=environ.get("PACELINE_JOB") or _job_id(environ, source),
         coordinator=_coordinator(environ),
         secret_file=environ.get("PACELINE_SECRET_FILE") or None,
@@ -236,6 +245,17 @@ def requested_trace(environ: Mapping[str, str] | None = None) -> str | None:
     return _text(environ, "TRACE")
 
 
+def requested_devices(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the devices in PACELINE_DEVICES, "cuda:0,1", or None."""
+    return _text(environ, "DEVICES")
+
+
+def visible_devices(environ: Mapping[str, str] | None = None) -> str:
+    """Return which devices the runtimes of accelerators show to this process; "" if all."""
+    environ = os.environ if environ is None else environ
+    return " ".join(f"{name}={environ[name]}" for name in _VISIBILITY if name in environ)
+
+
 def times_steps(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether workers time their steps: PACELINE_TELEMETRY is "on" (default) or "off"."""
     return _choice(os.environ if environ is None else environ, "TELEMETRY") == "on"
@@ -256,17 +276,6 @@ def set_encryption(setting: str) -> None:
     """Use the setting of a job in this process and its children."""
     if encryption() != setting:
         os.environ["PACELINE_ENCRYPT"] = setting
-
-
-def describe(env: JobEnv) -> str:
-    """Return a description of this process: 'rank 1 of 4 (torchrun)'."""
-    if env.role == "server":
-        return f"server {env.number} of {env.num_servers} ({env.source})"
-    if env.is_data_worker:
-        return f"data worker {env.number} of {sum(env.data_workers)} ({env.source})"
-    if env.is_newcomer:
-        return f"worker {env.number}, a newcomer ({env.source})"
-    return f"rank {env.rank} of {env.world_size} ({env.source})"
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> str:
@@ -368,17 +377,6 @@ def _job_id(environ: Mapping[str, str], source: str) -> str:
     else:  # the local ranks share the parent that started them; its start time outlives pid reuse
         parts = [str(os.getppid()), process_start(os.getppid()) or ""]
     return "-".join([source, *parts])
-
-
-def process_start(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot, or None if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            after_name = stat.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    # Fields after the name start at number 3; 22 is the start time. A zombie no longer acts.
-    return None if after_name[0] in "ZX" else after_name[19]
 
 
 def natural_host_id() -> str:

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
+from paceline.comm import devices
 from paceline.comm.group import Group
+from paceline.comm.object_collectives import all_gather_object
 from paceline.comm.shared_memory import allocate
 from paceline.control.client.rendezvous import KeyValue, Rendezvous, establish, establish_from_store
 from paceline.errors import ConfigError, SetupError, UsageError, is_caused_by_loss
@@ -28,12 +30,13 @@ from paceline.ps.client import session
 from paceline.runtime.config import (
     EngineConfig,
     JobEnv,
-    describe,
     explicit_env,
     job_env,
     natural_host_id,
+    visible_devices,
 )
-from paceline.runtime.console import say
+from paceline.runtime.console import say, warn
+from paceline.runtime.device_request import DeviceRequest, parse_devices
 from paceline.runtime.job_state import Job as Job
 from paceline.runtime.job_state import join_job
 from paceline.runtime.launch_context import PACELINE
@@ -104,10 +107,14 @@ def _start(env: JobEnv, connect: Callable[[EngineConfig], Rendezvous], config: E
         if _job is None:
             if env.source == PACELINE.name:
                 print_stacks_on_signal()  # of the launcher, when other processes wait for this one
+            request = parse_devices(env.devices, "PACELINE_DEVICES")
+            device = _choose_device(env, request)
             try:
                 rendezvous = connect(config)
                 try:
                     _job = join_job(env, config, rendezvous)
+                    _job.device = device
+                    _require_own_device(_job, request)
                 except BaseException:
                     rendezvous.close(grace_s=0.0)
                     raise
@@ -117,8 +124,38 @@ def _start(env: JobEnv, connect: Callable[[EngineConfig], Rendezvous], config: E
                     " shows this machine's limits"
                 ) from error
             if env.rank == 0 and env.source != "alone":
-                say(describe(env))
+                say(f"rank {env.rank} of {env.world_size} ({env.source}){_describe(device)}")
         return _job
+
+
+def _choose_device(env: JobEnv, request: DeviceRequest) -> torch.device:
+    """Choose the device of this process and make it the current one; before it joins the job."""
+    if env.role != "worker":  # servers and data workers compute on the CPU
+        return devices.CPU
+    is_own_choice = env.source in ("alone", "torch.distributed") and request == DeviceRequest()
+    if is_own_choice and devices.accelerator() is not None:
+        return devices.current_device()  # the script may have selected one before
+    chosen = devices.choose_device(
+        request, env.local_rank, env.local_world_size, sees_some=bool(visible_devices())
+    )
+    devices.select_device(chosen)
+    return chosen
+
+
+def _require_own_device(job: Job, request: DeviceRequest) -> None:
+    """Raise ConfigError on all ranks if two of them have one device by accident. Collective."""
+    is_told = bool(request.indices) or job.env.source == "torch.distributed"
+    if job.device.type == "cpu" or is_told or job.elastic.is_on:
+        return
+    host = f"{job.env.host_id} {visible_devices()}"
+    identities = all_gather_object(job.world, (host, str(job.device)))
+    devices.require_own_devices([(there, name) for there, name in identities])
+    if job.env.rank == 0 and (remark := devices.untested_version()) is not None:
+        warn(remark)
+
+
+def _describe(device: torch.device) -> str:
+    return "" if device.type == "cpu" else f", {device}"
 
 
 def shutdown() -> None:
@@ -242,6 +279,15 @@ def is_data_worker() -> bool:
 def local_rank() -> int:
     """Return this process's number among the workers of its host."""
     return current().env.local_rank
+
+
+def device() -> torch.device:
+    """Return the device of this process: an accelerator if the machine has one for each worker of
+    the host, else the CPU; `paceline run --devices` chooses others.
+
+    >>> model = torch.nn.Linear(2, 2).to(pl.device())
+    """
+    return current().device
 
 
 def world() -> Group:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from paceline import _core
+from paceline.comm.devices import CPU
 from paceline.comm.endpoint import Endpoint
 from paceline.comm.fabric import Fabric, JobScope
 from paceline.comm.group import Group
@@ -58,6 +60,7 @@ class Job:
     num_checkpoints: int = 0  # made by the script, for their names
     last_checkpoint: Path | None = None  # that was saved, or from which this job resumed
     mesh: Mesh | None = None  # None: each worker has a full model
+    device: torch.device = CPU  # of this process
     # On a mesh: for each flag, whether it is set on any process of this unit.
     ask_unit: Callable[[list[bool]], list[bool]] = lambda flags: flags
     has_shared_data: bool = False  # pl.shard or pl.data_rank was called

@@ -1,4 +1,5 @@
-"""The limits of this machine for a process: cores, memory, and signs of the OOM killer; versions.
+"""The limits of this machine for a process: cores, memory, and signs of the OOM killer; versions;
+when a process started.
 
 A container has less than the machine, so every figure is the smaller of the machine's and the
 control group's. Both cgroup versions are read. A file that does not exist means "no such limit
@@ -157,3 +158,14 @@ class OomCount:
         if self.machine > before.machine:
             return "possibly out of memory: the OOM killer was active on this machine"
         return None
+
+
+def process_start(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot, or None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            after_name = stat.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # Fields after the name start at number 3; 22 is the start time. A zombie no longer acts.
+    return None if after_name[0] in "ZX" else after_name[19]

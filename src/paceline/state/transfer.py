@@ -42,7 +42,7 @@ def send(group: Group, receivers: Sequence[int], states: Mapping[str, State], re
         result=result,
     )
     body = torch.frombuffer(bytearray(msgspec.msgpack.encode(content)), dtype=torch.uint8)
-    every = [tensor.contiguous() for tensor in tensors]
+    every = [tensor.contiguous().cpu() for tensor in tensors]  # from a device: through the host
     for receiver in receivers:
         group.send(torch.tensor([body.numel()]), receiver, tag=_HEAD)
         group.send(body, receiver, tag=_BODY)

@@ -46,10 +46,47 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Synchronization>(m, "Synchronization")
       .def_readonly("reason", &Synchronization::reason)
+      .def_readonly("thread", &Synchronization::thread)
       .def_property_readonly("stack", [](const Synchronization& sync) { return text_of(sync.stack); })
       .def("__repr__", [](const Synchronization& sync) { return "<Synchronization: " + sync.reason + ">"; });
   m.def("take_synchronizations", &take_synchronizations);
   m.def("set_counted", &set_counted);
+
+  py::class_<TimeModel>(m, "TimeModel")
+      .def(py::init<>())
+      .def_readwrite("copy_gb_s", &TimeModel::copy_gb_s)
+      .def_readwrite("copy_us", &TimeModel::copy_us)
+      .def_readwrite("memory_gb_s", &TimeModel::memory_gb_s)
+      .def_readwrite("tera_flops", &TimeModel::tera_flops)
+      .def_readwrite("kernel_us", &TimeModel::kernel_us)
+      .def_readwrite("launch_us", &TimeModel::launch_us)
+      .def_readwrite("host_speed", &TimeModel::host_speed);
+  py::class_<Span>(m, "Span")
+      .def_readonly("op", &Span::op)
+      .def_property_readonly("device", [](const Span& span) { return span.stream / kStreamsPerDevice; })
+      .def_property_readonly("stream", [](const Span& span) { return span.stream % kStreamsPerDevice; })
+      .def_readonly("begin_ms", &Span::begin_ms)
+      .def_readonly("end_ms", &Span::end_ms)
+      .def_readonly("bytes", &Span::bytes);
+  m.def("start_simulated_time", &start_simulated_time);
+  m.def("stop_simulated_time", &stop_simulated_time);
+  m.def("take_timeline", &take_timeline);
+  m.def("host_clock_ms", [] {
+    const HostSection section;
+    return clock_ms();
+  });
+  m.def("spend_host_time", [](double ms) {
+    const HostSection section;
+    clock_ms() += ms;
+  });
+
+  m.def("register_host_memory", &register_host_memory);
+  m.def("unregister_host_memory", &unregister_host_memory);
+  m.def("is_closable", &is_closable);
+  m.def("pinned_bytes", [] {
+    const auto stats = at::getHostAllocator(at::kPrivateUse1)->get_stats();
+    return std::pair(stats.allocated_bytes.current, stats.allocated_bytes.peak);
+  });
 
   py::class_<Completion, CompletionPtr>(m, "Gate")
       .def(py::init<>())

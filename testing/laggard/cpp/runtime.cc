@@ -136,7 +136,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 const bool registered = [] {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
-  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  pthread_atfork(nullptr, nullptr, [] { forked = has_threads(); });
   return true;
 }();
 
@@ -146,7 +146,7 @@ bool is_in_bad_fork() { return forked; }
 
 void refuse_after_fork() {
   TORCH_CHECK(!forked,
-              "laggard: this process was forked from one that had loaded the device, and has no stream threads; ",
+              "laggard: this process was forked from one that had used the device, and has no stream threads; ",
               "start processes with the method spawn");
 }
 

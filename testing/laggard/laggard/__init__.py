@@ -28,16 +28,28 @@ from laggard.detectors import (  # noqa: E402
     take_races,
     take_synchronizations,
 )
+from laggard.simulation import (  # noqa: E402
+    Span,
+    host_clock_ms,
+    simulated_time,
+    spend_host_time,
+    take_timeline,
+)
 
 __all__ = [
     "Race",
+    "Span",
     "Synchronization",
+    "host_clock_ms",
     "lazy_schedule",
     "no_races",
     "race_mode",
     "random_schedule",
+    "simulated_time",
+    "spend_host_time",
     "take_races",
     "take_synchronizations",
+    "take_timeline",
 ]
 
 torch._register_device_module("laggard", device_module)

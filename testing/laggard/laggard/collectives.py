@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from laggard import _C
+from laggard.simulation import spend_exchange
 
 NAME = "lagcomm"
 Exchange = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
@@ -64,7 +65,8 @@ def staging_like(tensor: torch.Tensor) -> torch.Tensor:
 class LaggardGroup(dist.ProcessGroup):
     """Collectives on device tensors; tensors of the CPU go to gloo.
 
-    A ProcessGroup in Python cannot override reduce, gather, scatter and all_to_all in torch 2.13.
+    Callers in C++ do not reach `reduce`, `gather` and `scatter` in torch 2.13: a process group in
+    Python cannot override them there. `torch.distributed` itself does reach them.
     Threads: one, which exchanges in the order of the calls.
     """
 
@@ -106,10 +108,13 @@ class LaggardGroup(dist.ProcessGroup):
         sent = [staging_like(tensor) for tensor in inputs]
         received = sent if inputs is outputs else [staging_like(tensor) for tensor in outputs]
 
+        size = sum(t.numel() * t.element_size() for t in (inputs or outputs))
+
         def job() -> None:
             ready.synchronize()
             try:
                 exchange(sent, received)
+                spend_exchange(size)
             except Exception as error:
                 self._errors.append(error)
             gate.set()  # also after an error: a stream that waits for ever would hang the process
@@ -198,6 +203,78 @@ class LaggardGroup(dist.ProcessGroup):
             self._gloo.reduce_scatter(received, [sent], opts).wait()
 
         return self._run(inputs[0], outputs, exchange, outputs)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        if inputs[0].is_cpu:
+            return self._host_gloo.allgather_into_tensor_coalesced(outputs, inputs)
+
+        def exchange(sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+            for whole, part in zip(received, sent, strict=True):
+                self._gloo._allgather_base(whole, part).wait()
+
+        return self._run(inputs, outputs, exchange, outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        if inputs[0].is_cpu:
+            return self._host_gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+
+        def exchange(sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+            for part, whole in zip(received, sent, strict=True):
+                self._gloo._reduce_scatter_base(part, whole, opts).wait()
+
+        return self._run(inputs, outputs, exchange, outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> Any:
+        if tensor.is_cpu:
+            return self._host_gloo.alltoall_base(output, tensor, output_sizes, input_sizes)
+
+        def exchange(sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+            self._gloo.alltoall_base(received[0], sent[0], output_sizes, input_sizes).wait()
+
+        return self._run([tensor], [output], exchange, output)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        if tensors[0].is_cpu:
+            return self._host_gloo.reduce(tensors, opts)
+
+        def exchange(_: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+            self._gloo.reduce(received, opts).wait()
+
+        return self._run(tensors, tensors, exchange, tensors)
+
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> Any:
+        if inputs[0].is_cpu:
+            return self._host_gloo.gather(outputs, inputs, opts)
+
+        def exchange(sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+            self._gloo.gather([received] if outputs else [], sent, opts).wait()
+
+        return self._run(inputs, outputs[0] if outputs else [], exchange, outputs)
+
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
+    ) -> Any:
+        if outputs[0].is_cpu:
+            return self._host_gloo.scatter(outputs, inputs, opts)
+
+        def exchange(sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+            self._gloo.scatter(received, [sent] if inputs else [], opts).wait()
+
+        return self._run(inputs[0] if inputs else [], outputs, exchange, outputs)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
         if tensors[0].is_cpu:

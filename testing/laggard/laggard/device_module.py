@@ -121,3 +121,31 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
+
+
+_WHY_NOT = {
+    1: "an address and a size above 0 are expected",
+    712: "some of this memory is pinned already",
+    713: "no registered memory begins at this address",
+}
+
+
+def register_host_memory(address: int, size: int) -> None:
+    """Pin memory of another owner, as cudaHostRegister does; RuntimeError if that fails."""
+    _require(_C.register_host_memory(address, size), "register", address)
+
+
+def unregister_host_memory(address: int) -> None:
+    """Take back `register_host_memory`. No copy may be in flight."""
+    _require(_C.unregister_host_memory(address), "unregister", address)
+
+
+def _require(status: int, what: str, address: int) -> None:
+    if status:
+        raise RuntimeError(f"laggard: cannot {what} the memory at {address:#x}: {_WHY_NOT[status]}")
+
+
+def host_memory_stats() -> dict[str, int]:
+    """Return the bytes of pinned memory that this process has allocated: now and at most."""
+    current, peak = _C.pinned_bytes()
+    return {"allocated_bytes.current": current, "allocated_bytes.peak": peak}

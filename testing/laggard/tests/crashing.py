@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 
@@ -38,6 +39,23 @@ def host_waits_for_the_wrong_event() -> None:
     buffer.copy_(torch.ones(4, device="laggard"), non_blocking=True)
     early.synchronize()
     buffer.tolist()  # CRASH
+
+
+def host_reads_registered_memory_early() -> None:
+    shared = torch.frombuffer(mmap.mmap(-1, 8 * mmap.PAGESIZE), dtype=torch.float32)
+    torch.laggard.register_host_memory(shared.data_ptr(), 8 * mmap.PAGESIZE)
+    half = shared[: len(shared) // 2]
+    half.copy_(torch.ones(len(half), device="laggard"), non_blocking=True)
+    assert shared[-1] == 0  # the other half is open
+    half.tolist()  # CRASH
+
+
+def a_forked_child_may_use_an_unused_device() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(42 if torch.ones(4, device="laggard").tolist() == [1.0] * 4 else 1)
+    status = os.waitpid(child, 0)[1]
+    sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def a_forked_child_uses_the_device() -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laggard
@@ -36,6 +40,8 @@ def check_collectives(device: str, rank: int) -> None:
     assert part.tolist() == [4.0 * rank, 4.0 * rank + 2]
     dist.reduce_scatter(part, [torch.full((2,), float(i), device=device) for i in range(2)])
     assert part.tolist() == [2.0 * rank] * 2
+    check_rooted(device, rank)
+    check_coalesced(device, rank)
     if rank == 0:
         dist.send(torch.full((3,), 5.0, device=device), 1)
     else:
@@ -46,6 +52,58 @@ def check_collectives(device: str, rank: int) -> None:
     host = torch.full((3,), rank + 1.0)
     dist.all_reduce(host)
     assert host.tolist() == [3.0] * 3
+
+
+def check_rooted(device: str, rank: int) -> None:
+    x = torch.full((2,), rank + 1.0, device=device)
+    dist.reduce(x, dst=1)
+    assert rank == 0 or x.tolist() == [3.0, 3.0]
+    parts = [torch.empty(2, device=device) for _ in range(2)] if rank == 0 else None
+    dist.gather(torch.full((2,), float(rank), device=device), parts, dst=0)
+    assert parts is None or [t.tolist() for t in parts] == [[0.0, 0.0], [1.0, 1.0]]
+    mine = torch.empty(2, device=device)
+    shares = [torch.full((2,), 4.0 + i, device=device) for i in range(2)] if rank == 0 else None
+    dist.scatter(mine, shares, src=0)
+    assert mine.tolist() == [4.0 + rank] * 2
+
+
+def check_coalesced(device: str, rank: int) -> None:
+    """The forms that DTensor and FSDP use, through functional collectives, too."""
+    swapped = torch.empty(2, device=device)
+    dist.all_to_all_single(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1], device=device))
+    assert swapped.tolist() == [float(rank), 10.0 + rank]
+    group = list(range(2))
+    tensors = [torch.full((n,), rank + 1.0, device=device) for n in (2, 4)]
+    summed = funcol.all_reduce_coalesced(tensors, "sum", group)
+    assert [t.tolist() for t in summed] == [[3.0] * 2, [3.0] * 4]
+    whole = funcol.all_gather_into_tensor_coalesced(tensors, group)
+    assert [t.tolist() for t in whole] == [[1.0] * n + [2.0] * n for n in (2, 4)]
+    parts = funcol.reduce_scatter_tensor_coalesced(tensors, "sum", [0, 0], group)
+    assert [t.tolist() for t in parts] == [[3.0] * n for n in (1, 2)]
+
+
+def check_dtensor_and_fsdp(device: str, rank: int) -> None:
+    mesh = init_device_mesh("laggard", (2,))
+    torch.manual_seed(1)
+    full = torch.randn(4, 6)
+    sharded = distribute_tensor(full.to(device), mesh, [Shard(0)])
+    assert sharded.to_local().shape == (2, 6)
+    torch.testing.assert_close((sharded @ full.t().to(device)).full_tensor().cpu(), full @ full.t())
+    inner, alone = layers().to(device), layers()
+    for layer in (inner[0], inner[2], inner):
+        fully_shard(layer, mesh=mesh)
+    updates = [torch.optim.SGD(m.parameters(), 0.1) for m in (inner, alone)]
+    for step in range(2):
+        torch.manual_seed(step)
+        batch = torch.randn(8, 8)
+        for update in updates:
+            update.zero_grad()
+        inner(batch[rank * 4 : rank * 4 + 4].to(device)).square().mean().backward()
+        alone(batch).square().mean().backward()
+        for update in updates:
+            update.step()
+    found = [p.full_tensor().detach().cpu() for p in inner.parameters()]
+    torch.testing.assert_close(found, [p.detach() for p in alone.parameters()])
 
 
 def check_asynchrony(device: str) -> None:
@@ -107,6 +165,7 @@ def worker(rank: int, store: str, schedules: list[str]) -> None:
             check_collectives(device, rank)
             check_asynchrony(device)
             check_ddp(device, rank)
+            check_dtensor_and_fsdp(device, rank)
             races = laggard.take_races()
             assert not races, races[0].report
             check_missing_wait(device)

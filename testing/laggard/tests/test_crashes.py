@@ -26,6 +26,7 @@ def run(name: str) -> subprocess.CompletedProcess[str]:
         ("host_reads_a_copy_early", crashing.CLOSED),
         ("host_overwrites_a_source_early", crashing.CLOSED),
         ("host_waits_for_the_wrong_event", crashing.CLOSED),
+        ("host_reads_registered_memory_early", crashing.CLOSED),
     ],
 )
 def test_a_touch_crashes_with_the_python_line(name, mistake):
@@ -37,5 +38,8 @@ def test_a_touch_crashes_with_the_python_line(name, mistake):
     assert f"line {crash} in {name}" in ended.stderr
 
 
-def test_a_forked_child_cannot_use_the_device():
-    assert run("a_forked_child_uses_the_device").returncode == 42
+@pytest.mark.parametrize(
+    "name", ["a_forked_child_uses_the_device", "a_forked_child_may_use_an_unused_device"]
+)
+def test_a_forked_child_has_no_device_if_its_parent_used_it(name):
+    assert run(name).returncode == 42

@@ -83,6 +83,20 @@ def test_convolution_attention_and_dropout(laggard_device):
     assert 0.6 < (y != 0).float().mean().item() < 0.8
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(laggard_device, kind):
+    torch.manual_seed(4)
+    layer, batch = kind(5, 6, num_layers=2), torch.randn(7, 3, 5)
+    outcomes = []
+    for device in ("cpu", laggard_device):
+        moved = kind(5, 6, num_layers=2).to(device)
+        moved.load_state_dict(layer.state_dict())
+        output, _ = moved(batch.to(device))
+        output.square().sum().backward()
+        outcomes.append([output.detach().cpu(), *(p.grad.cpu() for p in moved.parameters())])
+    torch.testing.assert_close(outcomes[1], outcomes[0])
+
+
 def test_autocast_and_a_scaler_that_skips_an_infinite_step(laggard_device):
     model = network().to(laggard_device)
     update = torch.optim.SGD(model.parameters(), 0.1)

@@ -10,7 +10,8 @@ import pytest
 
 from paceline.control.client.rendezvous import CoordinatorInfo, publish, wait_for
 from paceline.errors import AuthError, RendezvousError
-from paceline.runtime.config import job_env, process_start
+from paceline.runtime.config import job_env
+from paceline.runtime.machine import process_start
 
 ENV = job_env({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"})
 SECRET = bytes(range(32))

@@ -12,14 +12,14 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.runtime.config import (
     EngineConfig,
-    describe,
     encryption,
     job_env,
-    process_start,
     requested_mesh,
     requested_pace,
     runtime_dir,
+    visible_devices,
 )
+from paceline.runtime.machine import process_start
 
 PACELINE = {
     "PACELINE_RANK": "1",
@@ -195,9 +195,10 @@ def test_hosts_are_named_alike_by_all_their_processes():
     assert job_env({"PACELINE_HOST_ID": "other"}).host_id == "other"
 
 
-def test_describe_fits_one_line():
-    assert describe(job_env(TORCHRUN)) == "rank 1 of 4 (torchrun)"
-    assert describe(job_env({})) == "rank 0 of 1 (alone)"
+def test_devices_are_requested_and_hidden_by_variables():
+    assert job_env({}).devices == "auto" and visible_devices({}) == ""
+    assert job_env({"PACELINE_DEVICES": "cuda:0,1"}).devices == "cuda:0,1"
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3"}) == "CUDA_VISIBLE_DEVICES=3"
 
 
 def test_process_start_knows_the_living_and_the_dead():

@@ -41,9 +41,9 @@ from paceline.runtime.config import (
     DEFAULT_BIND_ADDRESS,
     EngineConfig,
     JobEnv,
-    process_start,
     runtime_dir,
 )
+from paceline.runtime.machine import process_start
 
 AnyAgent: TypeAlias = Agent | LocalAgent
 

@@ -27,6 +27,7 @@ from paceline.comm.group import Group
 from paceline.data.cursor.indices import IndexCursor
 from paceline.data.data_pass import DataPass
 from paceline.data.randomness import Seeds, mix_seeds
+from paceline.data.sources.pinning import is_pinning_refused
 from paceline.data.sources.samples import ErrorReportingDataset, ReseedingDataset
 from paceline.data.split.order import LocalOrder, SamplerOrder
 from paceline.data.split.plan import BatchPlan
@@ -249,6 +250,8 @@ def copied(loader: DataLoader[Any], **changes: Any) -> Any:
     the same global batch at the same time."""
     made = copy.copy(loader)
     vars(made).update(changes, generator=torch.Generator(), in_order=True, _iterator=None)
+    if made.pin_memory and is_pinning_refused():
+        made.pin_memory = False
     return made
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from paceline import _core
+from paceline.comm.devices import pinned_bytes
 from paceline.comm.fabric import Fabric
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
@@ -64,8 +65,15 @@ class IncomingBatch:
 class DataWorkerConnection:
     """A client's connection to a data worker. The client is a trainer or the next stage."""
 
-    def __init__(self, fabric: Fabric, member: Member, group: Group) -> None:
-        self.member = member
+    def __init__(
+        self,
+        fabric: Fabric,
+        member: Member,
+        group: Group,
+        *,
+        pins: Callable[[], bool] = bool,  # whether batches from another host go to pinned memory
+    ) -> None:
+        self.member, self._pins = member, pins
         self.is_local = member.host_id == fabric.me.host_id
         self.held = 0  # slots whose tensors are still in use here
         self.outstanding = 0  # requests without a reply
@@ -105,9 +113,13 @@ class DataWorkerConnection:
         frame = np.empty(FRAME_BYTES, dtype=np.uint8)
         incoming = IncomingBatch(seq, frame, self._get(frame, m.tag_of(seq, m.REPLY)))
         if room:
-            incoming.payload = torch.empty(room, dtype=torch.uint8)
+            incoming.payload = self._empty(room)
             incoming.receiving = self._get(incoming.payload, m.tag_of(seq, m.PAYLOAD))
         return incoming
+
+    def _empty(self, size: int) -> torch.Tensor:
+        pinned = pinned_bytes(size) if self._pins() else None
+        return torch.empty(size, dtype=torch.uint8) if pinned is None else pinned
 
     def _get(self, target: np.ndarray | torch.Tensor, tag: int) -> Work[int]:
         work = self._group.recv(target, _WORKER, tag=tag, async_op=True)
@@ -137,7 +149,7 @@ class DataWorkerConnection:
         self._sizes.append(total)
         if head is not None and head.numel() >= total:
             return head
-        payload = torch.empty(total, dtype=torch.uint8)
+        payload = self._empty(total)
         start = 0
         if head is not None:
             start = head.numel()

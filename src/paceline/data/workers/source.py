@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -30,6 +29,7 @@ from paceline import _core
 from paceline.comm.group import Group
 from paceline.data.data_pass import DataPass
 from paceline.data.randomness import mix_seeds, preserve_random_state
+from paceline.data.sources.pinning import can_pin_batches
 from paceline.data.sources.sources import IndexedSource, StreamSource, set_epoch
 from paceline.data.sources.synchronized_stream import Tagged, own_batches
 from paceline.data.split.order import to_plain_index
@@ -164,7 +164,7 @@ class _PipelineLoader:
         pipeline = _pipeline_of(job)
         self.number, self.recipe = pipeline.number_of(loader), Recipe(loader, stages)
         self._unknown = pipeline.unknown
-        self.pins_memory = loader.pin_memory and torch.cuda.is_available()
+        self.pins_memory = loader.pin_memory and can_pin_batches()
         per_worker = loader.prefetch_factor or _AHEAD
         self.lookahead = per_worker * max(1, sum(job.env.data_workers))
 
@@ -191,6 +191,8 @@ class _PipelineLoader:
                 "shard: mode='pipeline' without data workers: each worker makes its batches itself"
                 " (paceline run --data-workers 2)"
             )
+        elif self.pins_memory:
+            pool.pins_memory = True
         return BatchFetcher(self, pool, data_pass.epoch)
 
 

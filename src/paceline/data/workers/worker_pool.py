@@ -64,6 +64,7 @@ class DataWorkerPool:
         self, fabric: Fabric, agent: AnyAgent, members: Sequence[Member], *, is_first_stage: bool
     ) -> None:
         self._fabric, self._is_first_stage = fabric, is_first_stage
+        self.pins_memory = False  # batches from other hosts go to pinned memory
         self._connections: list[DataWorkerConnection] = []
         self._agent = agent
         self._connecting = {member.rank: member for member in members}  # not ready yet
@@ -112,7 +113,8 @@ class DataWorkerPool:
             self._log_lost(member, error)
             return
         del self._connecting[member.rank]
-        self._connections.append(DataWorkerConnection(self._fabric, member, group))
+        made = DataWorkerConnection(self._fabric, member, group, pins=lambda: self.pins_memory)
+        self._connections.append(made)
 
     def take(self, pending: PendingBatch) -> ReceivedReply | None:
         """Return the reply that has arrived; None if its data worker is lost, and the request was

@@ -25,6 +25,10 @@ the end of backward:
                   and rounds stay where the others expect them.
 
 Gradients are unscaled by then (weighting.py), so that workers may have different scales.
+
+ON A DEVICE the scale and what was found stay there. Where all workers have the same averages nobody
+waits for the device in `unscale_`; `step` waits once, as torch's does, and not at all for an
+optimizer that skips by itself (fused=True).
 """
 
 from __future__ import annotations
@@ -36,12 +40,14 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import OptState
 
+from paceline.comm.devices import devices_of
 from paceline.comm.group import Group
 from paceline.data_parallel.checks.gradients import all_finite
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.setup import TrainingSetup
 from paceline.data_parallel.weighting import expect_scaled_losses, scaled
 from paceline.errors import UsageError
+from paceline.runtime.job import joined
 
 
 class Bound(Protocol):
@@ -71,8 +77,9 @@ class GradScaler(torch.amp.GradScaler):
     65536.0
     """
 
-    def __init__(self, device: str = "cpu", **settings: Any) -> None:
-        super().__init__(device, **settings)
+    def __init__(self, device: str | None = None, **settings: Any) -> None:
+        mine = joined()
+        super().__init__(device or ("cpu" if mine is None else mine.device.type), **settings)
         if self.is_enabled():
             expect_scaled_losses()
 
@@ -101,7 +108,10 @@ class GradScaler(torch.amp.GradScaler):
         bound = _bound.get(optimizer)
         if bound is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found_inf.fill_(float(bound.skipping.is_due(not all_finite(_grads_of(optimizer)))))
+        grads, skipping = _grads_of(optimizer), bound.skipping
+        if devices_of(grads) and skipping.decides_alike:
+            return _find_on_devices(grads, inv_scale.new_ones(()), found_inf)
+        found_inf.fill_(float(skipping.is_due(not all_finite(grads))))
         return {found_inf.device: found_inf}
 
     def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
@@ -115,6 +125,8 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         state["stage"] = OptState.STEPPED
+        if bound.skipping.optimizer_skips and devices_of(state["found_inf_per_device"].values()):
+            return _step_unless_found(optimizer, state["found_inf_per_device"], arguments, options)
         if not any(found.item() for found in state["found_inf_per_device"].values()):
             return optimizer.step(*arguments, **options)
         if bound.skipping.counts:
@@ -159,6 +171,39 @@ class TorchScaler:
         return not found.item()
 
 
+def _find_on_devices(
+    grads: list[torch.Tensor], one: torch.Tensor, found_inf: torch.Tensor
+) -> dict[torch.device, torch.Tensor]:
+    """Return for each device whether its gradients are finite: 0 there if they are."""
+    found: dict[torch.device, torch.Tensor] = {}
+    kinds = {(grad.device, grad.dtype) for grad in grads}
+    for device, dtype in sorted(kinds, key=str):
+        there = [grad for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
+        flag = found.setdefault(
+            device, found_inf if device == found_inf.device else torch.zeros((), device=device)
+        )
+        # As torch's scaler does it, with a scale of one: it has been removed already.
+        torch._amp_foreach_non_finite_check_and_unscale_(there, flag, one.to(device))
+    return found
+
+
+def _step_unless_found(
+    optimizer: torch.optim.Optimizer,
+    found: dict[torch.device, torch.Tensor],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Let the optimizer skip the step on the device, as torch's scaler does."""
+    first, *others = found.values()
+    for other in others:
+        first = first + other.to(first.device, non_blocking=True)
+    optimizer.grad_scale, optimizer.found_inf = None, first  # type: ignore[attr-defined]
+    try:
+        return optimizer.step(*arguments, **options)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
 def _grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [param.grad for param in params if param.grad is not None]
@@ -177,6 +222,7 @@ def choose_skipping(
     comes_and_goes = setup.job.elastic.is_on and (traits.may_be_local or narrows)
     is_free = setup.is_free or setup.is_common or rounds or comes_and_goes
     skipping = Skipping(setup.group, reducer, setup.job.ask_unit, is_free=is_free, asks=narrows)
+    skipping.has_unit = bool(setup.job.part_suffix)
     why_not = ""
     if setup.method is not None:
         why_not = "workers have gradients of their own, and would not skip the same steps"
@@ -187,6 +233,7 @@ def choose_skipping(
     elif traits.keeps_residual:
         why_not = "what a codec leaves out would be sent with the scale of another step"
     elif rule is None:
+        skipping.optimizer_skips = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         return skipping, None
     return skipping, TorchScaler(optimizer, why_not)
 
@@ -209,11 +256,20 @@ class Skipping:
         self._is_free = is_free  # the workers have nothing in common
         self._asks = asks  # averages may differ: some workers received rounded ones
         self._found = torch.zeros(1)
+        self.has_unit = False  # other processes have other shards
+        self.optimizer_skips = False  # by what a scaler has found on the device
 
     @property
     def counts(self) -> bool:
         """Whether a skipped step counts as a step of the pace."""
         return self._is_free
+
+    @property
+    def decides_alike(self) -> bool:
+        """Whether all workers have the same averages, and nothing else to consider."""
+        result = self._reducer.result
+        considers = self._is_free or self._asks or self.has_unit or result.is_own
+        return not (considers or result.has_hidden_nonfinite or self._reducer.weighting.is_in_loss)
 
     def is_due(self, found: bool) -> bool:
         """Return whether to skip the step, given what this worker found. May be collective."""

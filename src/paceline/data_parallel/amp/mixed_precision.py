@@ -39,6 +39,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from paceline.comm.devices import is_on_device
 from paceline.data_parallel.hooks import StandIn, replace_forward
 from paceline.errors import UsageError
 from paceline.runtime.config import set_unless_set
@@ -58,6 +59,8 @@ def find_problem_with_precision(model: nn.Module, precision: str) -> str | None:
                 f" copies, but {name} is {words}: give a float32 model (model.float()), or leave"
                 " out precision"
             )
+    if is_on_device(next(model.parameters())):
+        return None  # what a processor cannot do does not matter
     if threading.current_thread() is not threading.main_thread():
         return None  # a fork beside a thread that computes is not safe: `compute_in` tries later
     support = probe_matmul(_DTYPES[precision])
@@ -75,6 +78,9 @@ def _why_not(precision: str, support: MatmulSupport) -> str:
 def compute_in(model: nn.Module, precision: str) -> str:
     """Let a model compute in a precision; return a notice for the user, or ""."""
     if precision == "fp32":
+        return ""
+    if is_on_device(next(model.parameters())):
+        replace_forward(model, _AutocastForward(model, _DTYPES[precision]))
         return ""
     support, notice = probe_matmul(_DTYPES[precision]), ""
     if support.remedy is None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.object_collectives import all_gather_object
+from paceline.data_parallel.checks.late_check import LateCheck, are_finite
 from paceline.data_parallel.policy import PassResult
 from paceline.errors import NonFiniteGradient, PacelineError, UsageError
 from paceline.options.table import Options
@@ -37,6 +39,7 @@ class Health:
         *,
         on_servers: bool = False,
         is_free: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self._group = group
         self._is_free = is_free  # no exchange: this worker reports its own
@@ -48,12 +51,16 @@ class Health:
         self.checks_values = options.nonfinite != "ignore" and not on_servers  # which check them
         self._named: set[str] = set()  # parameters that a warning has named already
         self.skipped_steps = 0
+        is_late = device is not None and options.nonfinite == "raise"
+        self.late = LateCheck(device) if device is not None and is_late else None
 
     def look(self, reducer: Reducer, result: PassResult) -> None:
         """Check the gradients after the exchange; runs at the end of backward on every rank."""
         if self.expects_all and not result.is_complete:
             self._unused(reducer, result)
-        if self.checks_values:
+        if self.late is not None:
+            self._look_late(self.late, reducer, result)
+        elif self.checks_values:
             is_bad = not all_finite(list(reducer.averages()))
             if any(self._ask_unit([is_bad])):  # all processes of a unit skip the same steps
                 self._nonfinite(reducer, is_here=is_bad)
@@ -115,8 +122,25 @@ class Health:
 
     # -- not finite ---------------------------------------------------------------------------
 
+    def _look_late(self, late: LateCheck, reducer: Reducer, result: PassResult) -> None:
+        """Check gradients on a device; raise what an earlier step's check has found."""
+        if result.has_hidden_nonfinite:
+            here = late.found
+            steps = self._tell([] if here is None else [str(here.step)])
+            first = min(int(step) for found in steps for step in found)
+            self._raise_or_skip(first, [] if here is None else here.names, is_here=True)
+        dense = [(slot.name, slot.grad) for bucket in reducer.buckets for slot in bucket.slots]
+        on_device = [(name, grad) for name, grad in dense if is_on_device(grad)]
+        late.launch(reducer.step, on_device, list(filter(is_on_device, reducer.averages())))
+
     def _nonfinite(self, reducer: Reducer, *, is_here: bool) -> None:
-        found = self._tell(_bad_contributions(reducer))
+        self._raise_or_skip(reducer.step, _bad_contributions(reducer), is_here=is_here)
+        self.skipped_steps += 1
+        for param in reducer.params:
+            param.grad = None
+
+    def _raise_or_skip(self, step: int, names: list[str], *, is_here: bool) -> None:
+        found = self._tell(names)
         culprits = [(self._group.ranks[r], names) for r, names in enumerate(found) if names]
         if culprits:
             text = "; ".join(f"rank {rank}: {_list(names)}" for rank, names in culprits)
@@ -124,15 +148,12 @@ class Health:
             text = "no rank alone: the sum over the ranks overflowed"
         else:
             text = "in another part of the model: its ranks say which"
-        what = f"step {reducer.step}: a gradient is NaN or infinite ({text})"
+        what = f"step {step}: a gradient is NaN or infinite ({text})"
         if self._options.nonfinite == "raise":
             raise NonFiniteGradient(
                 f"{what}. Lower the learning rate, clip gradients or look at that rank's batch;"
                 " nonfinite='skip' leaves such steps out on all ranks"
             )
-        self.skipped_steps += 1
-        for param in reducer.params:
-            param.grad = None
         if self._group.rank == 0:
             warnings.warn(f"{what}; the step is left out on all ranks", stacklevel=2)
 
@@ -150,9 +171,12 @@ def _bad_contributions(reducer: Reducer) -> list[str]:
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether no element is NaN or infinite, in one pass over memory without a copy.
 
-    Sparse tensors are coalesced first.
+    Sparse tensors are coalesced first. If some are on a device this waits for it, once.
     """
-    for tensor in tensors:
+    there = [tensor for tensor in tensors if is_on_device(tensor) and tensor.numel()]
+    if there and not bool(are_finite(there).all()):
+        return False
+    for tensor in tensors if not there else filter(lambda one: not is_on_device(one), tensors):
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
         if values.numel():
             low, high = torch.aminmax(values)  # both are NaN if any element is

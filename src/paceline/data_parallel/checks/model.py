@@ -53,8 +53,8 @@ def _find_bad_parameter(model: nn.Module, may_be_meta: bool) -> str | None:
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             return f"{name} is not initialised yet (a lazy module): call the model once before"
-        if param.device.type != "cpu" and not (may_be_meta and param.is_meta):
-            return f"{name} is on {param.device}: this version trains on CPU only"
+        if param.is_meta and not may_be_meta:
+            return f"{name} is on the meta device, where tensors have no values: materialise it"
         if param.requires_grad and param.dtype not in _DTYPES:
             return f"{name} is {describe(param)}: parameters must be real floating-point numbers"
         if param.layout is not torch.strided or not is_dense(param):

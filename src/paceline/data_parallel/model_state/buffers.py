@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline import _core
+from paceline.comm.devices import in_own_storage
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.data_parallel.hooks import make_tensor_copies_plain
@@ -42,7 +43,7 @@ from paceline.runtime.work import Work
 POLICIES = ("broadcast", "average", "local")
 _ALIGNMENT = 64  # bytes: a section starts on a cache line
 # The dtype of a mean; sections of other dtypes are sent as bytes.
-_REAL = {
+MEANS = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
     torch.float16: torch.float16,
@@ -114,6 +115,12 @@ class Buffers:
             self._copy_back()
         self.agreed = self._memory.clone()
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of all buffers that the model has now."""
+        self._copy_in()
+        return self._memory.numel()
+
     def load_agreed(self, agreed: Tensor) -> None:
         """Load the buffers that a peer's workers agreed on last."""
         self._copy_in()
@@ -148,8 +155,8 @@ class Buffers:
             self._under_way = [self._group.broadcast(self._memory, async_op=True)]  # type: ignore[list-item]
             return
         for dtype, section in self._sections.items():
-            if dtype in _REAL:
-                numbers = section.view(_REAL[dtype])
+            if dtype in MEANS:
+                numbers = section.view(MEANS[dtype])
                 work = self._group.all_reduce(numbers, "mean", async_op=True)
             else:
                 work = self._group.broadcast(section, async_op=True)
@@ -203,7 +210,10 @@ class Buffers:
         """Return the model's buffers, each once, also when several modules share it."""
         all_modules = (module._buffers.values() for module in self._modules.values())
         buffers = (b for of_module in all_modules for b in of_module if b is not None)
-        return [buffer for buffer in dict.fromkeys(buffers) if not is_lazy(buffer)]
+        return [b for b in dict.fromkeys(buffers) if not is_lazy(b) and self._is_mine(b)]
+
+    def _is_mine(self, buffer: Tensor) -> bool:
+        return buffer.is_cpu or buffer.is_meta
 
     def _place(self, found: list[Tensor]) -> None:
         """Assign memory to every buffer: the same if only tensor objects were exchanged."""
@@ -240,13 +250,13 @@ class Buffers:
             offsets.append(counts[buffer.dtype])
             counts[buffer.dtype] += buffer.numel()
         ends = [0, *accumulate(_room(dtype, count) for dtype, count in counts.items())]
-        self._memory = allocate(self._engine, (ends[-1],), torch.uint8).zero_()
+        self._memory = self._allocate(ends[-1]).zero_()
         spans = dict(zip(counts, pairwise(ends), strict=True))
         # Separate memory for torch: torch.save refuses one with two dtypes.
         self._sections = {
-            d: torch.from_numpy(self._memory[a:b].numpy()) for d, (a, b) in spans.items() if a != b
+            d: in_own_storage(self._memory[a:b]) for d, (a, b) in spans.items() if a != b
         }
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
         views = []
         for buffer, offset in zip(buffers, offsets, strict=True):
             strides = torch.empty_like(buffer, device="meta").stride()
@@ -254,9 +264,12 @@ class Buffers:
             views.append(section.as_strided(buffer.shape, strides, offset))
         return views
 
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return allocate(self._engine, (num_bytes,), torch.uint8)
+
     def _require_movable(self, buffer: Tensor) -> None:
-        is_dense = buffer.device.type == "cpu" and buffer.layout is torch.strided
-        can_average = not buffer.is_floating_point() or buffer.dtype in _REAL
+        is_dense = buffer.device.type != "meta" and buffer.layout is torch.strided
+        can_average = not buffer.is_floating_point() or buffer.dtype in MEANS
         if is_dense and (can_average or self._policy != "average"):
             return
         name = next(
@@ -271,8 +284,8 @@ class Buffers:
                 f"{found}: the engine has no mean of that; use buffers='broadcast' or 'local'"
             )
         raise UnsupportedTensor(
-            f"{found}: workers share dense buffers in CPU memory; convert it, or keep it as a plain"
-            " attribute of the module, which is not synchronised"
+            f"{found}: workers share dense buffers; convert it, or keep it as a plain attribute of"
+            " the module, which is not synchronised"
         )
 
 

@@ -18,6 +18,7 @@ from paceline.compress.codec import make_codec
 from paceline.compress.registry import parse_codec
 from paceline.data_parallel.amp.mixed_precision import find_problem_with_precision
 from paceline.data_parallel.checks.model import find_problem_with_servers
+from paceline.data_parallel.checks.placement import find_problem_with_devices
 from paceline.errors import UsageError
 from paceline.options.grammar import Text, number_text
 from paceline.options.table import Options, wire_dtype
@@ -172,6 +173,9 @@ class PaceChoice:
         if model is None or optimizer is None:
             return None
         problem = find_problem_with_precision(model, options.precision)
+        problem = problem or find_problem_with_devices(
+            model, self._job.device, pace, options, is_elastic=self._job.elastic.is_on
+        )
         if problem is not None or not (needs_servers(pace.name) and self._job.servers):
             return problem
         return find_problem_with_servers(model, optimizer, options.push)

@@ -42,8 +42,22 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 
 def set_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Replace the state of an optimizer."""
-    optimizer.state = defaultdict(dict, state)
+    """Replace the state of an optimizer; tensors go to the device of their parameter."""
+    optimizer.state = defaultdict(dict)
+    for group in optimizer.param_groups:
+        counts_there = bool(group.get("fused") or group.get("capturable"))
+        for param in group["params"]:
+            if param in state:
+                optimizer.state[param] = {
+                    key: _placed(value, param, counts_there) for key, value in state[param].items()
+                }
+
+
+def _placed(value: Any, param: nn.Parameter, counts_there: bool) -> Any:
+    """Return an entry where torch's optimizers keep it: counts are on the CPU, as a rule."""
+    if not isinstance(value, torch.Tensor) or value.device == param.device:
+        return value
+    return value.to(param.device) if value.dim() or counts_there else value
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -72,11 +86,12 @@ def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group
     for (number, key), (dtype, shape) in sorted(everywhere.items()):
         entries = state.setdefault(params[number], {})
         if key not in entries:
-            entries[key] = torch.zeros(shape, dtype=getattr(torch, dtype))
+            device = params[number].device if shape else None
+            entries[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
         value = entries[key]
-        flat = value.detach().contiguous()
+        flat = value.detach().contiguous().cpu()
         group.all_reduce(flat, "max" if _is_count(value) else "mean")
-        if flat.data_ptr() != value.data_ptr():
+        if flat.device != value.device or flat.data_ptr() != value.data_ptr():
             value.copy_(flat)
 
 

@@ -29,11 +29,13 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
+from paceline.data_parallel.bucket import Bucket
 from paceline.data_parallel.model_state.buffers import Buffers
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.update.step import Step, Update
 from paceline.observe.telemetry.trace import Stopwatch, tracer
 from paceline.pace.method import Method
+from paceline.pace.through_host.exchange import HostBuckets
 from paceline.runtime.job import Job
 from paceline.runtime.work import Work
 
@@ -133,9 +135,16 @@ class MethodStep:
     """Runs the steps of one model at an averaging method."""
 
     def __init__(
-        self, job: Job, method: Method, reducer: Reducer, buffers: Buffers, group: Group
+        self,
+        job: Job,
+        method: Method,
+        reducer: Reducer,
+        buffers: Buffers,
+        group: Group,
+        hosts: HostBuckets | None = None,  # what the method sees of parameters on a device
     ) -> None:
         self.name = method.describe()
+        self._hosts = hosts
         self._job = job
         self._method = method
         self._reducer = reducer
@@ -183,10 +192,12 @@ class MethodStep:
         brings_buffers = is_together and not self._job.elastic.is_on
         if brings_buffers:
             self._buffers.start()
-        self._before_step()
+        with self._host_values():
+            self._before_step()
         result = step()
         self._method.steps += 1
-        self._method.after_step()
+        with self._host_values():
+            self._method.after_step()
         if self._early is None and self._method.is_under_way and not self._job.elastic.is_on:
             self._early = self._flags.send()
         if brings_buffers:
@@ -195,6 +206,16 @@ class MethodStep:
         if self._reducer.is_local:  # from now on all batches have the same weight
             self._reducer.weighting.set(1.0)
         return result
+
+    @contextmanager
+    def _host_values(self, *, is_round: bool = False) -> Iterator[None]:
+        """Let a method inside the block see the parameters of the device, and change them."""
+        if self._hosts is None:
+            yield
+            return
+        self._hosts.expire()
+        yield
+        self._hosts.write_back(may_be_unseen=is_round)
 
     def _before_step(self) -> None:
         if not self._method.is_free:
@@ -224,18 +245,23 @@ class MethodStep:
         """
         if not self._reducer.is_local:
             return []
-        return [self._method.agreed(bucket) for bucket in self._reducer.buckets]
+        with self._host_values():
+            return [self._agreed(bucket) for bucket in self._reducer.buckets]
+
+    def _agreed(self, bucket: Bucket) -> torch.Tensor:
+        return self._method.agreed(bucket if self._hosts is None else self._hosts.of(bucket))
 
     def _run_round(self) -> tuple[bool, bool]:
         self._is_late = False
-        with self._waiting:
-            traced_s = tracer.start()
-            flags = self._job.elastic.run_step(self._exchange_round, self._be_late)
-            if traced_s:
-                tracer.add("exchange round", traced_s, round=self._method.rounds)
-        if not self._is_late:
-            self._method.apply_round()
-            self._method.rounds += 1
+        with self._host_values(is_round=True):
+            with self._waiting:
+                traced_s = tracer.start()
+                flags = self._job.elastic.run_step(self._exchange_round, self._be_late)
+                if traced_s:
+                    tracer.add("exchange round", traced_s, round=self._method.rounds)
+            if not self._is_late:
+                self._method.apply_round()
+                self._method.rounds += 1
         return flags
 
     @contextmanager
@@ -247,8 +273,9 @@ class MethodStep:
             self._group.barrier()
             return
         own = [(bucket, bucket.params.clone()) for bucket in self._reducer.buckets]
-        for bucket, _ in own:
-            bucket.params.copy_(self._method.agreed(bucket))
+        with self._host_values():
+            for bucket, _ in own:
+                bucket.params.copy_(self._agreed(bucket))
         try:
             yield
         finally:
@@ -258,6 +285,8 @@ class MethodStep:
     def _be_late(self) -> None:
         """The other workers ended the round without this one, which received their state."""
         self._is_late = True
+        if self._hosts is not None:
+            self._hosts.expire()
 
     def _exchange_round(self) -> tuple[bool, bool]:
         self._method.run_round()

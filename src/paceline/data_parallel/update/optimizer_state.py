@@ -276,7 +276,7 @@ class ServedState(FullState):
                 is_flat = piece.shape != tuple(slot.param.shape)
                 for key, value in self._opt.state.get(slot.param, {}).items():
                     mine = shard_value(
-                        value, slot.param, _range(slot, piece, part), is_flat=is_flat
+                        _on_host(value), slot.param, _range(slot, piece, part), is_flat=is_flat
                     )
                     if mine is not None:
                         entries.append(StateEntry(index, key, mine))
@@ -287,6 +287,10 @@ class ServedState(FullState):
 
 _Entries = tuple[ShardRange, torch.Size, dict[str, Any]]  # of a shard: its shape and its state
 _NOTHING = object()
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _bytes(tensor: torch.Tensor) -> int:

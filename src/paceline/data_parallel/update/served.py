@@ -167,6 +167,7 @@ class ServedUpdate(Update):
                 self._is_edited(slot)
             if bucket.host is not None:  # perhaps one memory for all workers, which write the same
                 bucket.params.copy_(bucket.shown)
+            self._exchange.collect(bucket)
             if speaks:
                 self._exchange.assign(bucket, ())
         wait_for_all()
@@ -176,6 +177,7 @@ class ServedUpdate(Update):
 
     def _show_fresh_values(self, buckets: Sequence[Bucket]) -> None:
         """Show the script the fresh parameters of these buckets."""
+        self._exchange.show(buckets)
         for bucket in buckets:
             if bucket.host in self._edited:
                 bucket.host.discard()

@@ -32,6 +32,8 @@ from paceline.errors import UsageError
 from paceline.options.table import Options
 from paceline.pace.parameter_server import ServerExchange
 from paceline.pace.parse import PaceSpec
+from paceline.pace.through_host.exchange import HostBuckets
+from paceline.pace.through_host.served import DeviceServerExchange
 from paceline.ps.client.items import Item, ItemParam
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.client.subscription import Subscription
@@ -58,14 +60,17 @@ class Serving(Part):
         pace: PaceSpec,
         options: Options,
         label: str,
+        hosts: HostBuckets | None = None,  # of parameters on a device
     ) -> None:
         self._job = job
+        self._hosts = hosts
         self._workers = workers
         self._optimizer = optimizer
         self._wire = options.wire
         self._name = f"model {label}"
         self.rule = _rule(pace, options, is_elastic=job.elastic.is_on)
-        can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
+        # See private_view.h. On a device each worker has its own copy, and versions show edits.
+        can_see_edits = hosts is None and os.access("/proc/self/pagemap", os.R_OK)
         self.shares_memory = (
             can_see_edits
             and not job.elastic.is_on  # a process that maps it may be lost during a write
@@ -80,7 +85,11 @@ class Serving(Part):
         # One server decides which workers are in a round; elastic servers hold many partitions.
         self._links = job.servers[:1] if self.rule.backup else job.servers
         self.packing = self._choose_packing(options)
-        self.exchange = ServerExchange(self.rule, self.packing)
+        self.exchange = (
+            ServerExchange(self.rule, self.packing)
+            if hosts is None
+            else DeviceServerExchange(self.rule, self.packing, hosts)
+        )
         self._by_layer = options.wait == "layer"
         kind: type[ServedUpdate] = LayerwiseUpdate if self._by_layer else ServedUpdate
         if self.rule.push != "grad":
@@ -265,6 +274,11 @@ class Serving(Part):
                 is_shared=True,
                 shared_memory=shared if is_owner else None,
             )
+        if self._hosts is not None:
+            copy = self._hosts.of(bucket)
+            copy.fetch_params()
+            average = copy.averaged if self.rule.aggregate else None
+            return Item(bucket.label, held, copy.grads, copy.received_params, average)
         outbox = bucket.grads
         if self.rule.push != "grad":
             outbox = allocate(self._job.fabric.engine, bucket.grads.shape, bucket.grads.dtype)

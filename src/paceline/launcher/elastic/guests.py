@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from paceline.control.member import Member
 from paceline.launcher.elastic.loss_policy import LEAVE_S
-from paceline.runtime.config import process_start
+from paceline.runtime.machine import process_start
 
 _REPORT_S = 2.0  # a longer wait for a process is reported
 

@@ -29,7 +29,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
@@ -98,9 +97,11 @@ def serve(control_fd: int) -> Callable[[], None]:
 
 def _why_not() -> str:
     """Return why this process must not be forked, if it has something that a fork breaks."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "CUDA was initialised while modules were imported"
+    if "torch" in sys.modules:
+        from paceline.comm.devices import is_started
+
+        if is_started():
+            return "an accelerator was initialised while modules were imported"
     if threading.active_count() > 1 or _has_lasting_threads():
         return "a module has started a thread while it was imported"
     return ""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from paceline.comm.devices import devices_of, synchronize
 from paceline.errors import UsageError
 from paceline.model_parallel.dry_run import dry_run
 from paceline.model_parallel.pipeline.graph import LayerGraph
@@ -167,8 +168,8 @@ def _now(outputs: tuple[torch.Tensor, ...]) -> float:
     With one thread it is the thread's CPU time: otherwise other processes on the same cores, which
     may be measuring as well, would make long layers look longer than short ones.
     """
-    if any(one.is_cuda for one in outputs):
-        torch.cuda.synchronize()
+    if found := devices_of(outputs):
+        synchronize(found[0])
     elif torch.get_num_threads() == 1:
         return time.thread_time()
     return time.perf_counter()

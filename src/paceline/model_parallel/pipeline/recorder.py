@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paceline.comm.devices import random_state_of
 from paceline.errors import UsageError
 from paceline.model_parallel.pipeline.graph import (
     Arguments,
@@ -298,7 +299,9 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _random_state(self) -> torch.Tensor:
         state = torch.get_rng_state()
-        return torch.cat([state, torch.cuda.get_rng_state()]) if self._device == "cuda" else state
+        if self._device == "cpu":
+            return state
+        return torch.cat([state, random_state_of(torch.device(self._device))])
 
     def _checkpointed_now(self) -> bool:
         if self._is_checkpointed:

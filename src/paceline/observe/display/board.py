@@ -20,6 +20,9 @@ from paceline.observe.telemetry.events import (
     CODEC_ERROR,
     COMM_SHARE,
     COMPUTE_SHARE,
+    COPY_SHARE,
+    DEVICE_MEMORY,
+    DEVICE_TIME,
     DONE_SHARE,
     LEARNING_RATE,
     STALENESS,
@@ -39,7 +42,8 @@ _UNNAMED = (
     STALENESS,
     DONE_SHARE,
 )  # shown in columns or lines of their own
-AUTOMATIC = (LEARNING_RATE, CODEC_ERROR)  # shown after the values of the script
+# Shown after the values of the script.
+AUTOMATIC = (LEARNING_RATE, CODEC_ERROR, DEVICE_TIME, DEVICE_MEMORY, COPY_SHARE)
 _NOTEWORTHY_WAIT = 40.0  # percent of the time that other workers lose before one is named
 
 

@@ -11,7 +11,14 @@ from paceline.observe.report.history import COMPUTE, INPUT, SAMPLES, STEPS, WAIT
 from paceline.observe.report.reading import Run
 from paceline.observe.report.series import Curve
 from paceline.observe.report.trace_lanes import LANE_KINDS, timeline_from_times
-from paceline.observe.telemetry.events import CODEC_ERROR, LEARNING_RATE, STALENESS
+from paceline.observe.telemetry.events import (
+    CODEC_ERROR,
+    COPY_SHARE,
+    DEVICE_MEMORY,
+    DEVICE_TIME,
+    LEARNING_RATE,
+    STALENESS,
+)
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport, merge
 
 _MAX_VALUES = 8  # plots of values of the script besides its loss
@@ -20,6 +27,9 @@ _MAX_MARKS = 24
 _KNOWN = {  # values that workers report automatically: title, axis, explanation
     LEARNING_RATE: ("Learning rate", "lr", "Of the optimizer."),
     STALENESS: ("Staleness", "versions", "Versions of other workers that an update had not seen."),
+    DEVICE_TIME: ("Device time", "ms", "Time of the device from one step to the next."),
+    DEVICE_MEMORY: ("Device memory", "MB", "The most that each worker has used so far."),
+    COPY_SHARE: ("Copies", "%", "Share of the device's time: copies between host and device."),
     CODEC_ERROR: ("Codec error", "share", "Share of a gradient that is left for a later step."),
 }
 

@@ -34,6 +34,9 @@ COMM_SHARE = "comm %"
 LEARNING_RATE = "lr"  # of the first param group
 STALENESS = "stale"  # versions of other workers that the last update had not seen (free-running)
 DONE_SHARE = "done %"  # of the script's outermost loop over pl.steps or pl.epochs
+DEVICE_TIME = "device ms"  # of the device, from one step to the next
+DEVICE_MEMORY = "device MB"  # the most that this process has used
+COPY_SHARE = "copy %"  # of the device's time: copies between host and device
 CODEC_ERROR = "codec error"  # share of a gradient that a codec leaves for later steps, 0 to 1
 
 

@@ -17,12 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.comm.device_route import Copied, DeviceRoute
+from paceline.comm.devices import is_on_device, pinned_like
 from paceline.errors import CheckpointError, PacelineError
+from paceline.runtime.console import say
 from paceline.state.checkpoint.contents import WorkerState
 from paceline.state.files import manifest, staging
 from paceline.state.files import save as writing
@@ -31,24 +35,77 @@ _ALIGNMENT = 64
 
 
 class SnapshotMemory:
-    """Memory for one copy at a time. A new copy overwrites the last one."""
+    """Memory for one copy at a time. A new copy overwrites the last one.
+
+    Tensors on a device are copied to pinned memory, by the device: it goes on with what it has to
+    do, and changes none of them before they are copied. The host goes on at once. So `wait` comes
+    before the copies are read.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._route: DeviceRoute | None = None
+        self._copied: Copied | None = None
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies, contiguous and on the CPU."""
-        sizes = {name: _room(tensor) for name, tensor in tensors.items()}
-        total = sum(sizes.values())
-        if self._memory.numel() < total:
-            self._memory = torch.empty(total, dtype=torch.uint8)
-        copies, at = dict[str, torch.Tensor](), 0
-        for name, tensor in tensors.items():
-            num_bytes = tensor.numel() * tensor.element_size()
-            copy = self._memory[at : at + num_bytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = copy.copy_(tensor.detach())
-            at += sizes[name]
+        """Return copies, contiguous and on the CPU; after `wait` they are complete."""
+        there = {name: tensor for name, tensor in tensors.items() if is_on_device(tensor)}
+        here = {name: tensor for name, tensor in tensors.items() if name not in there}
+        self._memory, copies = _lay_out(here, self._memory, _allocate)
+        for name, copy in copies.items():
+            copy.copy_(here[name].detach())
+        return {**copies, **self._copy_from_device(there)} if there else copies
+
+    def _copy_from_device(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        device = next(iter(tensors.values())).device
+        if self._route is None:
+            self._route = DeviceRoute(device)
+        self._pinned, copies = _lay_out(tensors, self._pinned, partial(_allocate_pinned, device))
+        pairs = ((tensors[name].detach(), copy) for name, copy in copies.items())
+        self._copied = self._route.to_host_together(pairs)
+        self._copied.wait_on_stream()  # what the script's stream does next may change them
         return copies
+
+    def wait(self) -> None:
+        """Block until the copies are complete; on the thread of the writer."""
+        if self._copied is not None:
+            self._copied.wait_on_host()
+            self._copied = None
+
+
+def _lay_out(
+    tensors: Mapping[str, torch.Tensor],
+    memory: torch.Tensor,
+    allocate: Callable[[int], torch.Tensor],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return memory that has room for all tensors, and a contiguous part of it for each."""
+    sizes = {name: _room(tensor) for name, tensor in tensors.items()}
+    total = sum(sizes.values())
+    if memory.numel() < total:
+        memory = allocate(total)
+    parts, at = dict[str, torch.Tensor](), 0
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        parts[name] = memory[at : at + num_bytes].view(tensor.dtype).view(tensor.shape)
+        at += sizes[name]
+    return memory, parts
+
+
+def _allocate(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _allocate_pinned(device: torch.device, size: int) -> torch.Tensor:
+    """Return pinned memory; ordinary memory where that is impossible: then the copy blocks."""
+    memory = _allocate(size)
+    pinned = pinned_like(memory, device)
+    if pinned is None:
+        say(
+            f"{device}: host memory cannot be pinned (see ulimit -l), so training pauses while a"
+            " checkpoint is copied from the device"
+        )
+    return memory if pinned is None else pinned
 
 
 def _room(tensor: torch.Tensor) -> int:
@@ -126,6 +183,7 @@ class Writer:
         started_s = time.perf_counter()
         outcome = SaveOutcome(plan.step, 0.0, stalled_s)
         try:
+            self._memory.wait()
             path, num_bytes = self._write(plan, state)
             took_s = time.perf_counter() - started_s
             outcome = SaveOutcome(plan.step, took_s, stalled_s, num_bytes, path)

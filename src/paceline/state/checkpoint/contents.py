@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.comm.devices import random_state_of, set_random_state_of
 from paceline.data.cursor.resumption import data_state, resume_data
 from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.model_state.model_snapshot import ModelSnapshot, SavedModel
@@ -31,26 +32,28 @@ from paceline.state.files.load import LoadedCheckpoint
 from paceline.state.protocol import State, UserObject
 from paceline.state.serializer import state_from_json, state_to_json
 
-_TORCH, _NUMPY, _CUDA = "random/torch", "random/numpy", "random/cuda"
+_TORCH, _NUMPY, _DEVICE = "random/torch", "random/numpy", "random/device"
 
 
-def rng_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state of torch's, Python's and numpy's generators; add tensors to `tensors`."""
+def rng_state(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
+    """Return the state of torch's, Python's and numpy's generators; add tensors to `tensors`.
+
+    `device`: that of this process. Its type is part of the state: other types have other formats.
+    """
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors[_TORCH] = torch.get_rng_state()
     tensors[_NUMPY] = torch.from_numpy(np.asarray(keys, dtype=np.uint32).view(np.int32).copy())
-    if torch.cuda.is_initialized():
-        for device, state in enumerate(torch.cuda.get_rng_state_all()):
-            tensors[f"{_CUDA}/{device}"] = state
+    if device.type != "cpu":
+        tensors[f"{_DEVICE}/{device.type}"] = random_state_of(device)
     return {
         "python": [version, list(internal), gauss],
         "numpy": [kind, int(position), int(has_gauss), float(cached)],
     }
 
 
-def set_rng_state(plain: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Set the state of the random generators."""
+def set_rng_state(plain: Any, tensors: dict[str, torch.Tensor], device: torch.device) -> bool:
+    """Set the state of the random generators; return False if there is none for the device."""
     version, internal, gauss = plain["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, position, has_gauss, cached = plain["numpy"]
@@ -59,9 +62,12 @@ def set_rng_state(plain: Any, tensors: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(
         tensors[_TORCH].clone()
     )  # torch reads it as a struct, which must be aligned
-    states = [tensors[name].clone() for name in sorted(tensors) if name.startswith(_CUDA)]
-    if torch.cuda.is_available() and len(states) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states)
+    if device.type == "cpu":
+        return True
+    state = tensors.get(f"{_DEVICE}/{device.type}")
+    if state is not None:
+        set_random_state_of(device, state.clone())
+    return state is not None
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -127,7 +133,7 @@ def gather(
     if rank == 0:
         mine.update(found)
     generators = Tensors()
-    own["random"] = rng_state(generators)
+    own["random"] = rng_state(generators, job.device)
     mine.update({f"rank.{rank}/{name}": tensor for name, tensor in generators.items()})
     own["data"] = data_state(job.batch_view)
     common = {
@@ -220,7 +226,11 @@ def restore(
     # On another mesh: one source for all workers of a unit, which must draw the same numbers.
     source = rank if before == now else now.unit_of(job.env.number)
     if source < len(owns) and _was_there(owns[source]):
-        set_rng_state(owns[source]["random"], _of_rank(tensors, source))
+        theirs = _of_rank(tensors, source)
+        if not set_rng_state(owns[source]["random"], theirs, job.device):
+            notices.append(
+                f"{job.device} keeps the random state of the script: the job that saved had none"
+            )
         _set_stage_state(models, tensors, source, is_same=before == now)
     elif job.world.size > len(owns):
         notices.append("workers beyond those that saved keep the random state of the script")

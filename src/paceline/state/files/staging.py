@@ -21,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.runtime.config import natural_host_id, process_start
+from paceline.runtime.config import natural_host_id
+from paceline.runtime.machine import process_start
 from paceline.state.files import durable_files as files
 
 INNER = "checkpoint"

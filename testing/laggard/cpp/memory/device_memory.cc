@@ -58,7 +58,7 @@ void poison(Block* block, const char* why, PythonStack stack) {
   char* memory = kernel_address(block->address);
   auto fill = [memory, bytes = block->bytes] { memset(memory, kPoison, bytes); };
   Region all{block->address, block->address + block->bytes};
-  launch_locked({block->stream, why, {{all, true}}, fill, /*delayed=*/false, {}, nullptr, std::move(stack)});
+  launch_locked({block->stream, why, {{all, true}}, fill, {}, /*delayed=*/false, {}, nullptr, std::move(stack)});
 }
 
 void make_free(Block* block, PythonStack stack) {

@@ -69,6 +69,22 @@ void Arguments::add_uses(std::vector<Use>& uses) const {
       if (operand.on_device) uses.push_back({operand.view.region(), argument.written});
 }
 
+// Bytes of all that is read or written; operations only of matrix products, which are most of them.
+Cost Arguments::cost(const std::string& op, const std::vector<Use>& uses) const {
+  Cost cost{Cost::KERNEL, 0, 0};
+  for (const auto& use : uses) cost.bytes += static_cast<double>(use.region.end - use.region.begin);
+  if (op.find("mm") == std::string::npos) return cost;
+  std::vector<const TensorView*> matrices;  // a bias comes first; the output, if it is an argument, last
+  for (const auto& argument : list)
+    if (argument.kind == Argument::TENSOR && argument.operands[0].on_device && !argument.is_out)
+      matrices.push_back(&argument.operands[0].view);
+  if (matrices.size() < 2) return cost;
+  const auto &left = *matrices[matrices.size() - 2], &right = *matrices.back();
+  if (left.sizes.size() >= 2 && right.sizes.size() >= 2)
+    cost.flops = 2.0 * static_cast<double>(left.numel) * static_cast<double>(right.sizes.back());
+  return cost;
+}
+
 Arguments Arguments::without_owners() const {
   Arguments copy = *this;
   for (auto& argument : copy.list)

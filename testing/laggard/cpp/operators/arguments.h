@@ -33,6 +33,7 @@ struct Arguments {
   bool has_empty_output() const;  // an out= tensor that the operator has to resize
   bool takes_generator() const;
   void add_uses(std::vector<Use>& uses) const;
+  Cost cost(const std::string& op, const std::vector<Use>& uses) const;  // for simulated time
   // Without owners: what a queued kernel may hold.
   Arguments without_owners() const;
   // Values for the CPU kernel. On zeros, or on the device's memory.

@@ -7,6 +7,10 @@
 namespace laggard {
 namespace {
 
+Cost copy_cost(const TensorView& view) {
+  return {Cost::COPY, static_cast<double>(view.numel) * static_cast<double>(c10::elementSize(view.dtype)), 0};
+}
+
 std::function<void()> copying(TensorView from, TensorView to) {
   return [from = std::move(from), to = std::move(to)] { to.tensor().copy_(from.tensor()); };
 }
@@ -16,7 +20,10 @@ void copy_between_devices(const at::Tensor& source, const at::Tensor& target) {
   const auto from = TensorView::of(source), to = TensorView::of(target);
   const int stream = current_stream(source.device().index()), other = current_stream(target.device().index());
   if (stream != other) wait(stream, record(other));
-  launch({stream, "copy device to device", {{from.region(), false}, {to.region(), true}}, copying(from, to)});
+  const bool far = source.device() != target.device();
+  Cost cost = copy_cost(from);
+  if (!far) cost = {Cost::KERNEL, 2 * cost.bytes, 0};  // a kernel that reads and writes
+  launch({stream, "copy device to device", {{from.region(), false}, {to.region(), true}}, copying(from, to), cost});
   if (stream != other) wait(other, record(stream));
 }
 
@@ -30,15 +37,21 @@ void copy_pinned(const at::Tensor& source, const at::Tensor& target, PinnedBlock
   const at::Tensor& host = to_device ? source : target;
   const auto from = TensorView::of(source), to = TensorView::of(target);
   const int stream = current_stream((to_device ? target : source).device().index());
+  const Region region = (to_device ? from : to).region();
   {
     std::lock_guard lock(device_lock());
-    if (!to_device && !is_closed(block)) poison(to);
+    if (!to_device && !is_in_flight(block, region)) poison(to);
   }
   const char* op = to_device ? "copy host to device" : "copy device to host";
-  auto close = [=, region = (to_device ? from : to).region()] {
-    close_pinned_memory(block, region, !to_device, stream);
-  };
-  launch({stream, op, {{from.region(), false}, {to.region(), true}}, copying(from, to), true, {host.storage()}, close});
+  auto close = [=] { close_pinned_memory(block, region, !to_device, stream); };
+  launch({stream,
+          op,
+          {{from.region(), false}, {to.region(), true}},
+          copying(from, to),
+          copy_cost(from),
+          true,
+          {host.storage()},
+          close});
   if (!non_blocking) synchronize_stream(stream, "blocking copy");
 }
 
@@ -48,13 +61,19 @@ void copy_pageable(const at::Tensor& source, const at::Tensor& target, bool non_
     const at::Tensor staged = source.clone();
     const int stream = current_stream(target.device().index());
     auto run = copying(TensorView::of(staged), to);
-    launch({stream, "copy host to device", {{to.region(), true}}, std::move(run), true, {staged.storage()}});
+    launch({stream,
+            "copy host to device",
+            {{to.region(), true}},
+            std::move(run),
+            copy_cost(to),
+            true,
+            {staged.storage()}});
     if (!non_blocking) synchronize_stream(stream, "blocking copy");
     return;
   }
   const auto from = TensorView::of(source);
   const int stream = current_stream(source.device().index());
-  launch({stream, "copy device to host", {{from.region(), false}}, copying(from, to)});
+  launch({stream, "copy device to host", {{from.region(), false}}, copying(from, to), copy_cost(from)});
   synchronize_stream(stream, non_blocking ? "copy to memory that is not pinned" : "blocking copy");
 }
 

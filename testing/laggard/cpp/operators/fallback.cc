@@ -146,14 +146,17 @@ class Call {
     for (const auto& views : filled_)
       for (const auto& view : views) uses.push_back({view.region(), true});
     auto run = [kernel = kernel(), filled = filled_] { store(kernel(), filled); };
-    launch({stream_, name_, std::move(uses), std::move(run)});
+    const Cost cost = arguments_.cost(name_, uses);
+    launch({stream_, name_, std::move(uses), std::move(run), cost});
   }
 
   void run_and_wait() {
     std::vector<Use> uses;
     arguments_.add_uses(uses);
     auto returned = std::make_shared<Stack>();
-    launch({stream_, name_, std::move(uses), [kernel = kernel(), returned] { *returned = kernel(); }});
+    const Cost cost = arguments_.cost(name_, uses);
+    auto run = [kernel = kernel(), returned] { *returned = kernel(); };
+    launch({stream_, name_, std::move(uses), std::move(run), cost});
     synchronize_stream(stream_, ("result of " + name_).c_str());
     allocate_like(*returned);
     launch({stream_, name_, {}, [returned, filled = filled_] { store(*returned, filled); }});
@@ -188,6 +191,7 @@ class Call {
 void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const HostSection section;
   Call(op, stack).run();
 }
 

@@ -27,6 +27,15 @@ void keep_newest(std::vector<Race>& found, Race race) {
   found.push_back(std::move(race));
 }
 
+// In simulated time an event is complete if its time is not later than that of the thread that asks.
+// The time is known once the stream has come that far; a stream that waits for a gate may take long.
+bool is_due(const CompletionPtr& completion) {
+  demand(completion);
+  if (!completion->wait_for_a_while()) return false;
+  launch_time_ms();  // asking takes time, so that a loop that asks again comes to an end
+  return completion->time_ms() <= clock_ms();
+}
+
 void host_sees(const VectorClock& clock) {
   {
     std::lock_guard lock(device_lock());
@@ -59,13 +68,16 @@ uint64_t launch_locked(Launch work) {
     }
   }
   for (auto& race : found) races.push_back(std::move(race));
-  const uint64_t task = queue_of(work.stream).push({std::move(work.run), work.delayed, std::move(work.hold)});
+  const uint64_t task = queue_of(work.stream)
+                            .push({std::move(work.op), std::move(work.run), work.delayed, std::move(work.hold),
+                                   work.cost, launch_time_ms()});
   if (work.queued) work.queued();
   return task;
 }
 
 void launch(Launch work) {
   refuse_after_fork();
+  const HostSection section;
   drop_finished();
   work.stack = take_stack();
   std::optional<Race> found;
@@ -80,26 +92,29 @@ void launch(Launch work) {
 
 CompletionPtr record(int stream) {
   refuse_after_fork();
+  const HostSection section;
   auto completion = std::make_shared<Completion>();
   std::lock_guard lock(device_lock());
   completion->stream = stream;
-  completion->task = launch_locked({stream, "record", {}, [completion] { completion->set(); }, /*delayed=*/false});
+  completion->task = launch_locked({stream, "record", {}, [completion] { completion->set(); }, {}, /*delayed=*/false});
   completion->clock = stream_clocks[stream];
   if (is_stopped()) completion->set();
   return completion;
 }
 
 void wait(int stream, const CompletionPtr& completion) {
+  const HostSection section;
   std::lock_guard lock(device_lock());
   stream_clocks[stream].join(completion->clock);
   auto run = [completion] {
     demand(completion);
     completion->wait();
   };
-  launch_locked({stream, "wait", {}, run, /*delayed=*/false});
+  launch_locked({stream, "wait", {}, run, {}, /*delayed=*/false});
 }
 
 void host_wait(const CompletionPtr& completion) {
+  const HostSection section;
   demand(completion);
   completion->wait();
   host_sees(completion->clock);
@@ -126,6 +141,8 @@ void synchronize_event(const CompletionPtr& completion) {
 }
 
 bool host_query(const CompletionPtr& completion) {
+  const HostSection section;
+  if (is_time_simulated() && !is_due(completion)) return false;
   if (!completion->is_set()) {
     demand(completion);
     return false;

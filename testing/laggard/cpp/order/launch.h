@@ -27,6 +27,7 @@ struct Launch {
   std::string op;
   std::vector<Use> uses;
   std::function<void()> run;
+  Cost cost{};  // in simulated time
   bool delayed = true;
   std::vector<c10::Storage> hold{};
   std::function<void()> queued = nullptr;  // called with the device lock held, before any thread can wait for it

@@ -11,7 +11,7 @@ namespace {
 
 std::atomic<int> delay_us{200};
 std::atomic<uint64_t> delay_seed{1};
-std::atomic<bool> lazy{false}, stopped{false};
+std::atomic<bool> lazy{false}, stopped{false}, threads_started{false};
 
 std::mutex error_mutex;
 std::string error;  // guarded by: error_mutex
@@ -48,13 +48,19 @@ StreamQueue* all_queues() {
 void Completion::set() {
   std::lock_guard lock(mutex_);
   set_ = true;
-  time_ms_ = now_ms();
+  time_ms_ = is_time_simulated() ? clock_ms() : now_ms();
   changed_.notify_all();
 }
 
 void Completion::wait() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return set_; });
+  if (is_time_simulated()) clock_ms() = std::max(clock_ms(), time_ms_);
+}
+
+bool Completion::wait_for_a_while() {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, std::chrono::seconds(1), [&] { return set_; });
 }
 
 bool Completion::is_set() {
@@ -70,7 +76,7 @@ double Completion::time_ms() {
 uint64_t StreamQueue::push(Task task) {
   std::lock_guard lock(mutex_);
   if (!started_) {
-    started_ = true;
+    started_ = threads_started = true;
     std::thread([this] { loop(); }).detach();
   }
   task.number = ++last_;
@@ -140,6 +146,7 @@ void StreamQueue::loop() {
       busy_ = true;
     }
     if (task.delayed) sleep_a_while();
+    spend(task.op, index, task.launched_ms, task.cost);
     try {
       task.run();
     } catch (const std::exception& e) {
@@ -167,6 +174,7 @@ void set_lazy(bool on) {
 }
 
 bool is_stopped() { return stopped; }
+bool has_threads() { return threads_started; }
 
 void stop_schedule() {
   set_delay(0, 0);

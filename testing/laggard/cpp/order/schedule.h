@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "order/clock.h"
+#include "order/simulated_time.h"
 
 namespace laggard {
 
@@ -27,8 +28,9 @@ class Completion {
  public:
   void set();
   void wait();
+  bool wait_for_a_while();  // a second at most; without moving the clock of the thread
   bool is_set();
-  double time_ms();  // when it was set
+  double time_ms();  // when it was set, in simulated time if that is on
 
   VectorClock clock;  // what an actor that waits for it has seen
   int stream = -1;    // -1: set by a host thread
@@ -43,9 +45,12 @@ class Completion {
 using CompletionPtr = std::shared_ptr<Completion>;
 
 struct Task {
+  std::string op;
   std::function<void()> run;
   bool delayed = true;               // kernels and copies; records and waits are on time
   std::vector<c10::Storage> hold{};  // pinned host memory that must outlive the copy
+  Cost cost{};
+  double launched_ms = 0;  // simulated
   uint64_t number = 0;
 };
 
@@ -81,6 +86,7 @@ void set_delay(int microseconds, uint64_t seed);
 void set_lazy(bool lazy);
 void stop_schedule();  // at the end of the process: run everything, then refuse more
 bool is_stopped();
+bool has_threads();  // a stream has been used in this process, or in the one that it was forked from
 
 // Errors of kernels are kept and raised at the next synchronisation, as devices do.
 void raise_kernel_error();

@@ -1,5 +1,7 @@
 #include "order/synchronizations.h"
 
+#include <pthread.h>
+
 #include <mutex>
 
 namespace laggard {
@@ -18,7 +20,8 @@ void count_synchronization(const char* reason) {
   if (!counted) return;
   auto stack = take_stack();
   std::lock_guard lock(mutex);
-  if (synchronizations.size() < kMost) synchronizations.push_back({reason, std::move(stack)});
+  const auto thread = static_cast<uint64_t>(pthread_self());  // what Python calls the thread's identity on Linux
+  if (synchronizations.size() < kMost) synchronizations.push_back({reason, std::move(stack), thread});
 }
 
 std::vector<Synchronization> take_synchronizations() {

@@ -11,6 +11,7 @@ namespace laggard {
 struct Synchronization {
   std::string reason;  // "item", "Event.synchronize", "blocking copy" ...
   PythonStack stack;
+  uint64_t thread;  // threading.get_ident()
 };
 
 void count_synchronization(const char* reason);

@@ -1,0 +1,122 @@
+"""Where a model's tensors are, and whether a pace can train them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from paceline.comm.devices import collective_backend, devices_of, is_on_device
+from paceline.options.table import Options
+from paceline.pace.parse import PaceSpec
+
+_SHOWN = 3
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Return the accelerator on which a model's trainable parameters are; None: all on the CPU."""
+    found = devices_of(param for param in model.parameters() if param.requires_grad)
+    return found[0] if found else None
+
+
+def find_problem_with_devices(
+    model: nn.Module, here: torch.device, pace: PaceSpec, options: Options, *, is_elastic: bool
+) -> str | None:
+    """Return why a model cannot be trained where its tensors are, or None.
+
+    `here`: the device of this process.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    found = devices_of(tensor for _, tensor in named)
+    if not found:
+        return None
+    if len(found) > 1:
+        return (
+            f"the model is on several devices, {_examples(model, found)}; a worker trains on one:"
+            " start a worker for each device"
+        )
+    device = found[0]
+    if device != here:
+        return (
+            f"the model is on {device}, but the device of this process is {here}:"
+            f" {_examples(model, [device])}; move it with model.to(pl.device()), or choose the"
+            " device with --devices"
+        )
+    return (
+        _find_mixture(model, device, options)
+        or _find_unsupported(device, pace, options, is_elastic)
+        or _find_sparse(model)
+    )
+
+
+def _find_mixture(model: nn.Module, device: torch.device, options: Options) -> str | None:
+    """Refuse a model half on the device: as a rule a part of it was forgotten."""
+    on_host = [
+        name for name, p in model.named_parameters() if p.requires_grad and not is_on_device(p)
+    ]
+    if not on_host or options.placement == "mixed":
+        return None
+    return (
+        f"the model is on {device}, but {_list(on_host)} on the CPU: move the whole model with"
+        " model.to(pl.device()), or say that it is meant: distribute(..., placement='mixed')"
+    )
+
+
+def _find_unsupported(
+    device: torch.device, pace: PaceSpec, options: Options, is_elastic: bool
+) -> str | None:
+    where = f"parameters on {device}"
+    if pace.name == "hogwild":
+        return (
+            "pace hogwild: all workers write to one memory of the host, and not to"
+            f" {where}; use async, local or allreduce, or train on the CPU"
+        )
+    if is_elastic and options.via == "device":
+        return (
+            f"via=device: the collectives of {device.type} cannot follow the members of an elastic"
+            " job; leave out via, and gradients are exchanged through host memory"
+        )
+    if options.update == "sharded":
+        return (
+            f"update=sharded shares parameters in the memory of a host, and not {where}; use"
+            " update=replicated"
+        )
+    if options.batchnorm == "global":
+        return (
+            f"batchnorm=global exchanges statistics through the CPU, and does not take {where}; use"
+            " torch's nn.SyncBatchNorm, or batchnorm=local"
+        )
+    if options.via == "device" and collective_backend(device) is None:
+        return (
+            f"via=device: {device.type} has no collective backend of its own in this build of"
+            " torch; use via=host, which exchanges gradients through host memory"
+        )
+    return None
+
+
+def _find_sparse(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and is_on_device(module.weight):
+            return (
+                f"{name}.weight has sparse gradients on {module.weight.device}; make the embedding"
+                " with sparse=False, or keep it on the CPU (placement='mixed')"
+            )
+    return None
+
+
+def _examples(model: nn.Module, devices: Sequence[torch.device]) -> str:
+    """Return the names of some tensors on each of these devices."""
+    return "; ".join(f"{device}: {_list(list(_names_on(model, device)))}" for device in devices)
+
+
+def _names_on(model: nn.Module, device: torch.device) -> Iterator[str]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device == device:
+            yield name
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,161 @@
+"""The gate of the work on devices: remove each wait, record and hold, and see the tests fail.
+
+    python tests/device/mutants.py            all mutants (an hour on two cores)
+    python tests/device/mutants.py --list     what would be removed
+    python tests/device/mutants.py --only device_route
+
+For each mutant the device tests run with one module replaced. The test that failed last time runs
+first, alone; then all of them, until one fails. A mutant for which no test fails has survived.
+Those that change nothing are in equivalent_mutants.txt, with the reason; for any other a test is
+missing.
+The files of the checkout are never changed: an import hook in the environment replaces the module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from mutation_points import SOURCE, Mutant, files, mutants_of  # noqa: E402
+
+ROOT = HERE.parents[1]
+EQUIVALENT = HERE / "equivalent_mutants.txt"
+KILLERS = ROOT / "build" / "laggard" / "killers.json"  # by mutant: the test that failed
+LIMIT_S = 900
+HOOK = """
+import importlib.util, os, sys
+
+class Replacing:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["MUTANT_MODULE"]:
+            return importlib.util.spec_from_file_location(name, os.environ["MUTANT_FILE"])
+
+sys.meta_path.insert(0, Replacing())
+"""
+
+
+@dataclass
+class Result:
+    mutant: Mutant
+    killer: str  # "" if it survived
+    seconds: float
+
+
+def equivalents() -> dict[str, str]:
+    """Return the mutants that are known to change nothing, with the reason."""
+    known: dict[str, str] = {}
+    for line in EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else ():
+        if line and not line.startswith("#"):
+            name, _, reason = line.partition(" -- ")
+            if not reason.strip():
+                sys.exit(f"{EQUIVALENT}: no reason after ' -- ' in: {line}")
+            known[name] = reason
+    return known
+
+
+def run_tests(directory: str, mutant: Mutant | None, tests: list[str]) -> tuple[bool, str]:
+    """Return whether the tests passed, and the first that failed."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if mutant:
+        changed = Path(directory, "changed.py")
+        changed.write_text(mutant.source())
+        Path(directory, "sitecustomize.py").write_text(HOOK)
+        module = ".".join(mutant.path.relative_to(SOURCE).with_suffix("").parts)
+        paths = [directory, environ.get("PYTHONPATH", "")]
+        environ |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "MUTANT_MODULE": module,
+            "MUTANT_FILE": str(changed),
+        }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return False, "(no end)"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    if ended.returncode not in (0, 1):
+        raise RuntimeError(f"pytest could not run:\n{ended.stdout[-3000:]}{ended.stderr[-2000:]}")
+    return ended.returncode == 0, failed.group(1) if failed else ""
+
+
+def try_mutant(mutant: Mutant, killer: str | None, tests: list[str]) -> Result:
+    """Run the tests on one mutant until one fails."""
+    began = time.monotonic()
+    compile(mutant.source(), str(mutant.path), "exec")
+    with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as directory:
+        if killer and "::" in killer and (ROOT / killer.split("::")[0]).exists():
+            passed, failed = run_tests(directory, mutant, [killer])
+            if not passed:
+                return Result(mutant, failed or killer, time.monotonic() - began)
+        passed, failed = run_tests(directory, mutant, tests)
+        return Result(mutant, "" if passed else failed, time.monotonic() - began)
+
+
+def judge(results: list[Result], known: dict[str, str], *, all_tried: bool) -> int:
+    """Print survivors, and entries of the list that are wrong; return the exit status."""
+    survived = {result.mutant.name for result in results if not result.killer}
+    tried = {result.mutant.name for result in results}
+    missing = sorted(survived - known.keys())
+    killed = sorted(name for name in known if name in tried - survived)
+    gone = sorted(known.keys() - tried) if all_tried else []
+    print(
+        f"{len(results)} mutants: {len(results) - len(survived)} killed,"
+        f" {len(survived & known.keys())} equivalent, {len(missing)} survived"
+    )
+    for title, names in (
+        ("survived, and no test is known to see it", missing),
+        ("listed as equivalent, and killed", killed),
+        ("listed as equivalent, and not in the code", gone),
+    ):
+        for name in names:
+            print(f"  {title}: {name}")
+    return 1 if missing or killed or gone else 0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="remove each wait and see the device tests fail")
+    parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
+    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants side by side")
+    parser.add_argument("--tests", nargs="*", default=["tests/device"], help="what has to fail")
+    options = parser.parse_args(arguments)
+    everything = [mutant for path in files() for mutant in mutants_of(path)]
+    chosen = [mutant for mutant in everything if options.only in mutant.name]
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.path.relative_to(ROOT)}:{mutant.line}: {mutant.name}")
+        print(f"{len(chosen)} mutants")
+        return 0
+    with tempfile.TemporaryDirectory() as directory:
+        passed, failed = run_tests(directory, None, options.tests)
+    if not passed:
+        sys.exit(f"the tests fail without a change: {failed}")
+    killers = json.loads(KILLERS.read_text()) if KILLERS.exists() else {}
+    results: list[Result] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for result in pool.map(lambda m: try_mutant(m, killers.get(m.name), options.tests), chosen):
+            results.append(result)
+            state = f"killed by {result.killer}" if result.killer else "SURVIVED"
+            print(f"{result.seconds:5.0f} s  {result.mutant.name}: {state}", flush=True)
+            killers[result.mutant.name] = result.killer
+            KILLERS.parent.mkdir(parents=True, exist_ok=True)
+            KILLERS.write_text(json.dumps(killers, indent=1))
+    return judge(results, equivalents(), all_tried=chosen == everything)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

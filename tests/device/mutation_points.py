@@ -1,0 +1,155 @@
+"""Where our code orders work on devices, and what each place becomes when it is removed.
+
+A mutant is one file with one change:
+
+    record   an event is not recorded           `event.record(stream)`, `mark(device)`
+    stream   a stream does not wait             `stream.wait_event(e)`, `copied.wait_on_stream()`
+    host     a host thread does not wait        `event.synchronize()`, `errand.wait()`
+    query    an event is said to be complete    `event.query()`, `copied.done()`
+    hold     a reference is not held            `x.record_stream(s)`, `Copied(..., memory)`
+
+Places are found in the syntax tree of the modules that know devices and of all that import them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+# These modules are about devices: every method of these names counts in them.
+DEVICE_MODULES = ("paceline.comm.devices", "paceline.comm.device_route")
+
+STREAM_WAITS = {"wait_event", "wait_stream", "wait_on_stream"}
+HOST_WAITS = {"synchronize", "wait_on_host", "settle"}
+# In other modules a receiver has to be named like one that belongs to a device.
+EVENT_NAMES = ("event", "ready", "done", "mark")
+ERRAND_NAMES = ("errand", "arrival", "departure")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file: the text between two offsets is replaced."""
+
+    path: Path
+    where: str  # the class and function
+    kind: str
+    text: str  # what is removed
+    number: int  # among the same in that function
+    begin: int
+    end: int
+    replacement: str
+
+    @property
+    def name(self) -> str:
+        """Return a name that lives longer than line numbers."""
+        module = self.path.stem if not self.path.is_relative_to(SOURCE) else _module_of(self.path)
+        again = f" #{self.number}" if self.number > 1 else ""
+        return f"{module}:{self.where} {self.kind} `{self.text}`{again}"
+
+    def source(self) -> str:
+        """Return the changed file."""
+        original = self.path.read_text()
+        return original[: self.begin] + self.replacement + original[self.end :]
+
+    @property
+    def line(self) -> int:
+        return self.path.read_text()[: self.begin].count("\n") + 1
+
+
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def files() -> list[Path]:
+    """Return the modules that know devices, and those that import them."""
+    return [path for path in sorted(SOURCE.glob("paceline/**/*.py")) if _knows_devices(path)]
+
+
+def _knows_devices(path: Path) -> bool:
+    if _module_of(path) in DEVICE_MODULES:
+        return True
+    imported = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return bool(imported & set(DEVICE_MODULES))
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """Return the mutants of one file, in its order."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    is_device_module = not path.is_relative_to(SOURCE) or _module_of(path) in DEVICE_MODULES
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    raw = text.encode()
+
+    def offset(line: int, column: int) -> int:
+        return len(raw[: starts[line - 1] + column].decode())
+
+    found: list[Mutant] = []
+    for where, node in _calls(tree, ()):
+        for kind, target, replacement in _changes(node, is_device_module):
+            assert target.end_lineno is not None and target.end_col_offset is not None
+            begin = offset(target.lineno, target.col_offset)
+            end = offset(target.end_lineno, target.end_col_offset)
+            short = " ".join(ast.unparse(target).split())
+            if target is not node:
+                short = f"{short} of {ast.unparse(node.func)}"
+            same = [m for m in found if (m.where, m.kind, m.text) == (where, kind, short)]
+            found.append(Mutant(path, where, kind, short, len(same) + 1, begin, end, replacement))
+    return found
+
+
+def _calls(node: ast.AST, where: tuple[str, ...]) -> Iterator[tuple[str, ast.Call]]:
+    for child in ast.iter_child_nodes(node):
+        inside = where
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            inside = (*where, child.name)
+        if isinstance(child, ast.Call):
+            yield ".".join(where) or "module", child
+        yield from _calls(child, inside)
+
+
+def _changes(node: ast.Call, is_device_module: bool) -> Iterator[tuple[str, ast.expr, str]]:
+    name, receiver = _called(node)
+    first = ast.unparse(node.args[0]) if node.args else ""
+    if name == "mark":
+        yield "record", node, f"__import__('torch').Event({first})"
+    elif name == "record" and (is_device_module or _is_like(receiver, EVENT_NAMES)):
+        yield "record", node, "None"
+    elif name in STREAM_WAITS:
+        yield "stream", node, "None"
+    elif name in HOST_WAITS or (name == "wait" and _is_like(receiver, ERRAND_NAMES)):
+        yield "host", node, "None"
+    elif name == "query" or (name == "done" and is_device_module and receiver):
+        yield "query", node, "True"
+    elif name == "record_stream" or (name == "append" and "in_flight" in receiver):
+        yield "hold", node, "None"
+    elif name == "Copied":
+        yield from _memory_of(node.args[-1])
+
+
+def _memory_of(memory: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:
+    """Drop each reference that a copy holds."""
+    if isinstance(memory, ast.Tuple):
+        for element in memory.elts:
+            yield "hold", element, "None"
+    else:
+        yield "hold", memory, "None"
+
+
+def _called(node: ast.Call) -> tuple[str, str]:
+    """Return the name of the function, and the receiver if it is a method."""
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr, ast.unparse(node.func.value)
+    return (node.func.id, "") if isinstance(node.func, ast.Name) else ("", "")
+
+
+def _is_like(receiver: str, names: tuple[str, ...]) -> bool:
+    last = receiver.rsplit(".", 1)[-1].lower()
+    return any(name in last for name in names)

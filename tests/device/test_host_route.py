@@ -1,0 +1,108 @@
+"""Trips through engine memory: registered, staged, and on a device that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline.comm.host_route import Arrival, HostRoute
+from paceline.errors import DeviceError
+from support.devices import load_device, run_alone_on_device, run_on_device
+
+HERE = "laggard:0"
+
+
+class Done:
+    """An exchange that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+
+def trip(route: HostRoute, host: torch.Tensor, value: float) -> torch.Tensor:
+    """Send a tensor, double it on the host, bring it back; nothing waits but errands."""
+    source = torch.full((host.numel(),), value, device=HERE)
+    result = torch.full((host.numel(),), -1.0, device=HERE)
+
+    def double() -> Done:
+        host.mul_(2)
+        return Done()
+
+    Arrival(route.bring(route.send(source, host, double), host, result)).wait()
+    del source
+    return result + 0
+
+
+def test_registered_and_staged_memory_give_the_same(schedule, capfd):
+    def body() -> None:
+        block = torch.empty(40_000)
+        start = -block.data_ptr() % 4096 // 4  # the first page; the next tensor begins on it, too
+        sizes = iter([(start, 5000), (start + 5000, 6000), (start + 12_000, 700)])
+
+        def allocate(count: int, dtype: torch.dtype) -> torch.Tensor:
+            begin, size = next(sizes)
+            return block[begin : begin + size]
+
+        route = HostRoute(torch.device(HERE), allocate, who="rank 7")
+        hosts = [route.allocate(0, torch.float32) for _ in range(3)]
+        laggard = load_device()
+        torch.accelerator.synchronize()
+        laggard.take_synchronizations()
+        results = [trip(route, host, n + 1.0) for n in range(2) for host in hosts]
+        waits = laggard.take_synchronizations()
+        assert all("wait_on_host" in w.stack for w in waits), [w.stack for w in waits]
+        for n, result in enumerate(results):
+            assert result.tolist() == [2.0 * (n // 3 + 1)] * result.numel(), n
+        route.close()
+        route.close()
+
+    run_alone_on_device(body, schedule=schedule)
+
+
+def test_a_device_that_fails_is_named(schedule):
+    def body(world) -> None:
+        here = str(pl.device())
+        model = torch.nn.Linear(4, 4, device=here)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        pl.distribute(model, optimizer, via="host")
+        table, index = torch.ones(3, 4, device=here), torch.tensor([77], device=here)
+        torch.nn.functional.embedding(index, table)  # a kernel that fails, noticed later
+        with pytest.raises(DeviceError, match=f"rank {world.rank}: {here} failed: .*start again"):
+            model(torch.ones(2, 4, device=here)).sum().backward()
+
+    run_on_device(2, body, schedule=schedule)
+
+
+def test_figures_of_a_device_come_from_events(schedule):
+    def body(world) -> None:
+        from paceline.data_parallel.distribute import distributed
+        from paceline.data_parallel.setup import _rate_of
+
+        here = str(pl.device())
+        model = torch.nn.Linear(300, 300, device=here)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        other = torch.optim.AdamW(
+            model.parameters(), torch.tensor(0.1, device=here), capturable=True
+        )
+        pl.distribute(model, optimizer, via="host")
+        laggard, batch = load_device(), torch.ones(2, 300, device=here)
+        torch.accelerator.synchronize()
+        laggard.take_synchronizations()
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        [(_, switcher)] = distributed()
+        there = switcher.training._setup.on_device
+        gauges = [there.laps.mean_ms, there._memory_mb, there._copy_percent]
+        [gauge() for gauge in gauges]
+        assert _rate_of(optimizer) == 0.1 and _rate_of(other) is None
+        waits = laggard.take_synchronizations()
+        assert all("wait_on_host" in w.stack for w in waits), [w.stack for w in waits]
+        torch.accelerator.synchronize()
+        device_ms, memory_mb, percent = (gauge() for gauge in gauges)
+        assert there.laps.total_ms > 0 and memory_mb > 1 and 0 < percent <= 200
+        assert device_ms is None or device_ms > 0
+
+    run_on_device(2, body, schedule=schedule)
