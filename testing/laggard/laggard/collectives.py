@@ -81,12 +81,37 @@ class LaggardGroup(dist.ProcessGroup):
         self._errors: list[
             Exception
         ] = []  # as with NCCL: raised by a later call, the group is lost
+        self._name = self._description = ""
         self._streams: dict[torch.device, torch.Stream] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=NAME, daemon=True).start()
 
+    # torch keeps names in its C++ backends, and this group has none.
     def getBackendName(self) -> str:
         return NAME
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device("laggard")]
+
+    def _get_backend(self, device: torch.device) -> LaggardGroup:
+        return self
 
     def _serve(self) -> None:
         _C.set_counted(False)  # this thread plays the network card

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laggard
@@ -72,7 +72,7 @@ def check_coalesced(device: str, rank: int) -> None:
     swapped = torch.empty(2, device=device)
     dist.all_to_all_single(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1], device=device))
     assert swapped.tolist() == [float(rank), 10.0 + rank]
-    group = list(range(2))
+    group = dist.group.WORLD
     tensors = [torch.full((n,), rank + 1.0, device=device) for n in (2, 4)]
     summed = funcol.all_reduce_coalesced(tensors, "sum", group)
     assert [t.tolist() for t in summed] == [[3.0] * 2, [3.0] * 4]
@@ -88,7 +88,8 @@ def check_dtensor_and_fsdp(device: str, rank: int) -> None:
     full = torch.randn(4, 6)
     sharded = distribute_tensor(full.to(device), mesh, [Shard(0)])
     assert sharded.to_local().shape == (2, 6)
-    torch.testing.assert_close((sharded @ full.t().to(device)).full_tensor().cpu(), full @ full.t())
+    other = distribute_tensor(full.t().to(device), mesh, [Replicate()])
+    torch.testing.assert_close((sharded @ other).full_tensor().cpu(), full @ full.t())
     inner, alone = layers().to(device), layers()
     for layer in (inner[0], inner[2], inner):
         fully_shard(layer, mesh=mesh)

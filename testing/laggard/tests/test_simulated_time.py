@@ -28,6 +28,7 @@ def test_a_matrix_product_costs_its_operations():
     x = torch.ones(200, 100, device="laggard")
     with laggard.simulated_time(**{**MODEL, "kernel_us": 0, "tera_flops": 1e-3}):
         x @ x.t()
+        torch.accelerator.synchronize()
         [span] = laggard.take_timeline()
     assert span.op.startswith("aten::mm")
     assert span.end_ms - span.begin_ms == pytest.approx(2 * 200 * 200 * 100 / 1e9 * 1e3)
