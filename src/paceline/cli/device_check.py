@@ -143,7 +143,7 @@ def _overlap(device: torch.device) -> None:
     compute_s, both_s = elapsed_s(device, compute), elapsed_s(device, both)
     route.settle()
     hidden = (copy_s + compute_s - both_s) / min(copy_s, compute_s)
-    line("overlap", f"{100 * min(1.0, hidden):.0f} % of a copy is hidden by a computation")
+    line("overlap", f"{100 * max(0.0, min(1.0, hidden)):.0f} % of a copy is hidden by a computation")
 
 
 if __name__ == "__main__":
