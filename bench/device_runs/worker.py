@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ MODEL = {"copy_gb_s": 12.0, "copy_us": 10.0, "kernel_us": 3.0, "launch_us": 5.0,
 class OnLink:
     """A host exchange that takes the time of a link, one bucket after the other."""
 
+    free_ms = 0.0  # when the link has no bucket any more
+
     def __init__(self, inner: Any) -> None:
-        self._inner, self._free_ms = inner, 0.0
+        self._inner = inner
         self.traits = inner.traits
 
     def __getattr__(self, name: str) -> Any:
@@ -37,9 +39,9 @@ class OnLink:
     def submit(self, bucket: Any, step: int) -> Any:
         handle = self._inner.submit(bucket, step)
         size = bucket.grads.numel() * bucket.grads.element_size()
-        begin = max(laggard.host_clock_ms(), self._free_ms)
-        self._free_ms = begin + size / (LINK_GB_S * 1e6)
-        return Until(handle, self._free_ms)
+        begin = max(laggard.host_clock_ms(), OnLink.free_ms)
+        OnLink.free_ms = begin + size / (LINK_GB_S * 1e6)
+        return Until(handle, OnLink.free_ms)
 
 
 class Until:
@@ -80,7 +82,7 @@ class Training:
             self.model, self.optimizer = pl.distribute(self.model, self.optimizer, pace=pace)
         self.x, self.y = (part.to(device) for part in self.task.make_batch(self.task.batch))
         self.gradient_times: list[tuple[torch.Event, int]] = []
-        self.autograd_threads: set[int] = set()
+        self.autograd_threads: dict[int, int] = {}  # by native id: the identity
 
     def step(self) -> tuple[torch.Event, torch.Event, torch.Event]:
         """Train one step; return events before backward, after it, and after the update."""
@@ -98,7 +100,7 @@ class Training:
         """Note when each gradient is there, and which thread computes backward."""
 
         def hook(parameter: torch.Tensor) -> None:
-            self.autograd_threads.add(threading.get_native_id())
+            self.autograd_threads[threading.get_native_id()] = threading.get_ident()
             event = torch.Event(parameter.device, enable_timing=True)
             event.record(torch.accelerator.current_stream(parameter.device))
             self.gradient_times.append((event, parameter.numel() * parameter.element_size()))
@@ -129,6 +131,7 @@ def overlap(pace: str, tera_flops: float) -> dict[str, Any]:
         backward_ms, plain_ms = begin.elapsed_time(middle), begin.elapsed_time(end)
         gradients = [(begin.elapsed_time(at), size) for at, size in plain.gradient_times]
     pl.world().barrier()
+    OnLink.free_ms = 0.0
     with laggard.simulated_time(**MODEL, tera_flops=tera_flops, link_gb_s=LINK_GB_S):
         begin, _, end = distributed.step()
         finish()
@@ -159,44 +162,64 @@ def _length(span: Any) -> float:
     return float(span.end_ms - span.begin_ms)
 
 
-def processor_ms(threads: set[int]) -> float:
-    """Return the processor time of some threads of this process."""
-    total = 0
-    for thread in threads:
-        total += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0])
-    return total / 1e6
+@dataclass(frozen=True)
+class HostTime:
+    """Processor time of the script's thread and autograd's, and how much of it is the device's."""
+
+    used_ms: float
+    inside_ms: float
+    launches: int
+
+    @classmethod
+    def now(cls, threads: dict[int, int]) -> HostTime:
+        """`threads`: by native id, the identity."""
+        used_ms = 0.0
+        for native in threads:
+            spent = Path(f"/proc/self/task/{native}/schedstat").read_text().split()[0]
+            used_ms += int(spent) / 1e6
+        inside = [laggard.host_use(ident) for ident in threads.values()]
+        return cls(used_ms, sum(ms for ms, _ in inside), sum(count for _, count in inside))
+
+    def since(self, before: HostTime) -> HostTime:
+        return HostTime(
+            self.used_ms - before.used_ms,
+            self.inside_ms - before.inside_ms,
+            self.launches - before.launches,
+        )
+
+    @property
+    def modelled_ms(self) -> float:
+        """Return the time with a usual cost for each launch instead of the test device's."""
+        return self.used_ms - self.inside_ms + self.launches * MODEL["launch_us"] / 1e3
 
 
 def hooks(pace: str, rounds: int) -> dict[str, Any]:
-    """Compare the host time of the script's thread and autograd's, 500 tensors, in turns."""
+    """Compare the host time of steps with and without exchange, 500 tensors, in turns."""
     plain, distributed = Training("stack", None), Training("stack", pace)
     plain.watch_gradients()
     plain.step()
-    threads = {os.getpid(), *plain.autograd_threads}
+    threads = {threading.get_native_id(): threading.get_ident(), **plain.autograd_threads}
     plain = Training("stack", None)  # without our own hooks
-    times: dict[str, list[float]] = {"plain": [], "distributed": []}
-    waits = 0
+    times: dict[str, list[HostTime]] = {"plain": [], "distributed": []}
     _C.set_stacks(False)
-    laggard.race_mode("off").__enter__()
-    for number in range(rounds + 3):
-        for name, training in (("plain", plain), ("distributed", distributed)):
-            finish()
-            laggard.take_synchronizations()
-            before = processor_ms(threads)
-            training.step()
-            after = processor_ms(threads)
-            mine = threading.get_ident()
-            found = [s for s in laggard.take_synchronizations() if s.thread == mine]
-            if number >= 3:
-                times[name].append(after - before)
-                waits += len(found) if name == "distributed" else 0
-    medians = {name: statistics.median(found) for name, found in times.items()}
+    _C.set_race_mode("off")
+    with laggard.simulated_time():
+        for number in range(rounds + 3):
+            for name, training in (("plain", plain), ("distributed", distributed)):
+                finish()
+                before = HostTime.now(threads)
+                training.step()
+                if number >= 3:
+                    times[name].append(HostTime.now(threads).since(before))
+    modelled = {k: statistics.median(t.modelled_ms for t in found) for k, found in times.items()}
+    used = {k: statistics.median(t.used_ms for t in found) for k, found in times.items()}
+    launches = {k: statistics.median(t.launches for t in found) for k, found in times.items()}
     return {
         "tensors": len(list(plain.model.parameters())),
-        "plain_ms": medians["plain"],
-        "distributed_ms": medians["distributed"],
-        "added_ms": medians["distributed"] - medians["plain"],
-        "waits_per_step": waits / rounds,
+        "plain_ms": modelled["plain"],
+        "added_ms": modelled["distributed"] - modelled["plain"],
+        "added_launches": launches["distributed"] - launches["plain"],
+        "added_with_test_device_ms": used["distributed"] - used["plain"],
     }
 
 
@@ -233,7 +256,9 @@ def memory(pace: str) -> dict[str, Any]:
         training.step()
     finish()
     peak = torch.laggard.host_memory_stats()["allocated_bytes.peak"] - before
-    return {"pinned_bytes": peak, "pinned_buckets": peak / (16 << 20)}
+    # A tensor that is larger than a bucket has one of its own.
+    largest = max(p.numel() * p.element_size() for p in training.model.parameters())
+    return {"pinned_bytes": peak, "pinned_buckets": peak / max(largest, 16 << 20)}
 
 
 def main() -> None:

@@ -23,9 +23,10 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 ABOUT_DEVICES = ("device", "host_route")
 
 STREAM_WAITS = {"wait_event", "wait_stream", "wait_on_stream"}
-HOST_WAITS = {"synchronize", "wait_on_host", "settle"}
+HOST_WAITS = {"synchronize", "wait_on_host"}
 # In other modules a receiver has to be named like one that belongs to a device.
 EVENT_NAMES = ("event", "ready", "done", "mark")
+ROUTE_NAMES = ("route",)
 ERRAND_NAMES = ("errand", "arrival")
 HOLDERS = {"Copied", "StreamResult"}  # classes whose last argument is memory that they hold
 
@@ -132,7 +133,7 @@ def _changes(node: ast.Call, is_device_module: bool) -> Iterator[tuple[str, ast.
         yield "record", node, "None"
     elif name in STREAM_WAITS:
         yield "stream", node, "None"
-    elif name in HOST_WAITS:
+    elif name in HOST_WAITS or (name == "settle" and _is_like(receiver, ROUTE_NAMES)):
         yield "host", node, "None"
     elif name == "wait" and (is_device_module or _is_like(receiver, ERRAND_NAMES)):
         yield "host", node, "(True)" if receiver.endswith("_ended") else "None"
