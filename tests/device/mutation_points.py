@@ -20,14 +20,15 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 # These modules are about devices: every method of these names counts in them.
-ABOUT_DEVICES = ("device", "host_route")
+ABOUT_DEVICES = ("device", "host_route", "through_host")
 
 STREAM_WAITS = {"wait_event", "wait_stream", "wait_on_stream"}
 HOST_WAITS = {"synchronize", "wait_on_host"}
 # In other modules a receiver has to be named like one that belongs to a device.
 EVENT_NAMES = ("event", "ready", "done", "mark")
 ROUTE_NAMES = ("route",)
-ERRAND_NAMES = ("errand", "arrival")
+RELEASES = {"_release", "release_averages", "release_params"}
+ERRAND_NAMES = ("errand", "arrival", "copied", "snapshot")
 HOLDERS = {"Copied", "StreamResult"}  # classes whose last argument is memory that they hold
 
 
@@ -84,7 +85,7 @@ def _knows_devices(path: Path) -> bool:
 
 
 def _is_about_devices(path: Path) -> bool:
-    return any(word in path.stem for word in ABOUT_DEVICES)
+    return any(word in part for word in ABOUT_DEVICES for part in path.relative_to(SOURCE).parts)
 
 
 def mutants_of(path: Path) -> list[Mutant]:
@@ -133,7 +134,9 @@ def _changes(node: ast.Call, is_device_module: bool) -> Iterator[tuple[str, ast.
         yield "record", node, "None"
     elif name in STREAM_WAITS:
         yield "stream", node, "None"
-    elif name in HOST_WAITS or (name == "settle" and _is_like(receiver, ROUTE_NAMES)):
+    elif name in HOST_WAITS | RELEASES or (
+        name in ("settle", "wait_for") and _is_like(receiver, ROUTE_NAMES)
+    ):
         yield "host", node, "None"
     elif name == "wait" and (is_device_module or _is_like(receiver, ERRAND_NAMES)):
         yield "host", node, "(True)" if receiver.endswith("_ended") else "None"
