@@ -34,6 +34,10 @@ ROOT = HERE.parents[1]
 EQUIVALENT = HERE / "equivalent_mutants.txt"
 KILLERS = ROOT / "build" / "laggard" / "killers.json"  # by mutant: the test that failed
 LIMIT_S = 900
+# Tests of the harness and of choices say nothing about order.
+LEFT_OUT = ("test_detection.py", "test_mutation.py", "test_doctor.py", "test_device_choice.py")
+# The quick ones first.
+FIRST = ("test_route_order.py", "test_device_route.py", "test_device_training.py")
 HOOK = """
 import importlib.util, os, sys
 
@@ -63,6 +67,12 @@ def equivalents() -> dict[str, str]:
                 sys.exit(f"{EQUIVALENT}: no reason after ' -- ' in: {line}")
             known[name] = reason
     return known
+
+
+def suite() -> list[str]:
+    """Return the files of tests that have to see a change, the quick ones first."""
+    names = sorted({file.name for file in HERE.glob("test_*.py")} - {*LEFT_OUT, *FIRST})
+    return [f"tests/device/{name}" for name in (*FIRST, *names)]
 
 
 def run_tests(directory: str, mutant: Mutant | None, tests: list[str]) -> tuple[bool, str]:
@@ -131,7 +141,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--jobs", type=int, default=1, help="mutants side by side")
-    parser.add_argument("--tests", nargs="*", default=["tests/device"], help="what has to fail")
+    parser.add_argument("--tests", nargs="*", default=suite(), help="what has to fail")
     options = parser.parse_args(arguments)
     everything = [mutant for path in files() for mutant in mutants_of(path)]
     chosen = [mutant for mutant in everything if options.only in mutant.name]

@@ -17,8 +17,8 @@ from paceline.comm import devices
 from paceline.comm.device_route import DeviceRoute, mark
 from paceline.runtime.formatting import memory_size
 
-_COPY_BYTES = 64 << 20
-_REPEATS = 5
+_COPY_BYTES = 32 << 20
+_REPEATS = 3
 
 
 def line(name: str, found: str, advice: str = "", *, broken: bool = False) -> None:
@@ -143,7 +143,9 @@ def _overlap(device: torch.device) -> None:
     compute_s, both_s = elapsed_s(device, compute), elapsed_s(device, both)
     route.settle()
     hidden = (copy_s + compute_s - both_s) / min(copy_s, compute_s)
-    line("overlap", f"{100 * max(0.0, min(1.0, hidden)):.0f} % of a copy is hidden by a computation")
+    line(
+        "overlap", f"{100 * max(0.0, min(1.0, hidden)):.0f} % of a copy is hidden by a computation"
+    )
 
 
 if __name__ == "__main__":
