@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laggard
+from laggard.collectives import LaggardGroup
 from laggard.pytest_plugin import schedule_named
 
 
@@ -125,6 +127,17 @@ def check_missing_wait(device: str) -> None:
     assert x.tolist() == [2.0] * 4
 
 
+def check_shutdown(device: str, rank: int, store: str) -> None:
+    group = LaggardGroup(dist.FileStore(store, 2), rank, 2, timedelta(seconds=30))
+    with laggard.lazy_schedule():
+        x = torch.ones(4, device=device)
+        group.allreduce([x])
+        with pytest.raises(RuntimeError, match="while a collective is in flight"):
+            group.shutdown()
+        torch.accelerator.synchronize()
+        group.shutdown()
+
+
 def check_failure(device: str) -> None:
     dist.all_reduce(torch.ones(4, dtype=torch.int16, device=device))  # gloo has no sum for it
     torch.accelerator.synchronize()
@@ -172,6 +185,7 @@ def worker(rank: int, store: str, schedules: list[str]) -> None:
             check_missing_wait(device)
     dist.barrier()
     torch.accelerator.synchronize()
+    check_shutdown(device, rank, store + "-2")
     check_failure(device)
     dist.destroy_process_group()
 
