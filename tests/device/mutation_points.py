@@ -20,13 +20,16 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 # These modules are about devices: every method of these names counts in them.
-DEVICE_MODULES = ("paceline.comm.devices", "paceline.comm.device_route")
+ABOUT_DEVICES = ("device", "host_route", "through_host")
 
 STREAM_WAITS = {"wait_event", "wait_stream", "wait_on_stream"}
-HOST_WAITS = {"synchronize", "wait_on_host", "settle"}
+HOST_WAITS = {"synchronize", "wait_on_host"}
 # In other modules a receiver has to be named like one that belongs to a device.
 EVENT_NAMES = ("event", "ready", "done", "mark")
-ERRAND_NAMES = ("errand", "arrival", "departure")
+ROUTE_NAMES = ("route",)
+RELEASES = {"_release", "release_averages", "release_params"}
+ERRAND_NAMES = ("errand", "arrival", "copied", "snapshot")
+HOLDERS = {"Copied", "StreamResult"}  # classes whose last argument is memory that they hold
 
 
 @dataclass(frozen=True)
@@ -65,24 +68,31 @@ def _module_of(path: Path) -> str:
 
 def files() -> list[Path]:
     """Return the modules that know devices, and those that import them."""
-    return [path for path in sorted(SOURCE.glob("paceline/**/*.py")) if _knows_devices(path)]
+    everything = sorted(SOURCE.glob("paceline/**/*.py"))
+    # Choosing a device and checking a machine order nothing.
+    return [p for p in everything if "cli" not in p.parts and _knows_devices(p)]
 
 
 def _knows_devices(path: Path) -> bool:
-    if _module_of(path) in DEVICE_MODULES:
+    if _is_about_devices(path):
         return True
+    about = {_module_of(p) for p in SOURCE.glob("paceline/**/*.py") if _is_about_devices(p)}
     imported = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return bool(imported & set(DEVICE_MODULES))
+    return bool(imported & about)
+
+
+def _is_about_devices(path: Path) -> bool:
+    return any(word in part for word in ABOUT_DEVICES for part in path.relative_to(SOURCE).parts)
 
 
 def mutants_of(path: Path) -> list[Mutant]:
     """Return the mutants of one file, in its order."""
     text = path.read_text()
     tree = ast.parse(text)
-    is_device_module = not path.is_relative_to(SOURCE) or _module_of(path) in DEVICE_MODULES
+    is_device_module = not path.is_relative_to(SOURCE) or _is_about_devices(path)
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
@@ -124,13 +134,17 @@ def _changes(node: ast.Call, is_device_module: bool) -> Iterator[tuple[str, ast.
         yield "record", node, "None"
     elif name in STREAM_WAITS:
         yield "stream", node, "None"
-    elif name in HOST_WAITS or (name == "wait" and _is_like(receiver, ERRAND_NAMES)):
+    elif name in HOST_WAITS | RELEASES or (
+        name in ("settle", "wait_for") and _is_like(receiver, ROUTE_NAMES)
+    ):
         yield "host", node, "None"
+    elif name == "wait" and (is_device_module or _is_like(receiver, ERRAND_NAMES)):
+        yield "host", node, "(True)" if receiver.endswith("_ended") else "None"
     elif name == "query" or (name == "done" and is_device_module and receiver):
         yield "query", node, "True"
     elif name == "record_stream" or (name == "append" and "in_flight" in receiver):
         yield "hold", node, "None"
-    elif name == "Copied":
+    elif name in HOLDERS:
         yield from _memory_of(node.args[-1])
 
 

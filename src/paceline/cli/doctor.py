@@ -38,6 +38,7 @@ _MIN_OPEN_FILES = 256
 _MIN_SHM_BYTES = 64 << 20
 # Two interpreters that import torch on a busy machine; the job itself takes less than a second.
 _SELF_TEST_LIMIT_S = 60.0
+_DEVICE_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -219,11 +220,13 @@ _SECTIONS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
 )
 
 
-def doctor(*, run_self_test: bool) -> int:
+def doctor(*, run_self_test: bool, with_device: bool = False) -> int:
     """Print the report; return 1 when something is broken, else 0."""
     problems: list[Check] = []
     for title, checks in _SECTIONS:
         problems += _section(title, checks())
+    if with_device:
+        problems += _section("device", device())
     if run_self_test:
         problems += _section("self-test", self_test())
     sys.stdout.write("\n")
@@ -248,6 +251,26 @@ def _section(title: str, checks: Iterable[Check]) -> list[Check]:
         if check.broken or check.advice:
             problems.append(check)
     return problems
+
+
+def device() -> Iterator[Check]:
+    """The accelerators: copies, their order, and overlap (cli/device_check.py)."""
+    command = [sys.executable, "-m", "paceline.cli.device_check"]
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DEVICE_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        found = f"no answer within {_DEVICE_LIMIT_S:.0f} s"
+        yield Check("device", found, f"run it yourself: {' '.join(command[1:])}", broken=True)
+        return
+    for text in ended.stdout.splitlines():
+        name, found, advice = text.split("\t")
+        yield Check(name.removeprefix("!"), found, advice, broken=name.startswith("!"))
+    if ended.returncode != 0:
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        advice = f"run it yourself: {' '.join(command[1:])}"
+        yield Check("device", f"ended with {ended.returncode}: {last}", advice, broken=True)
 
 
 def self_test() -> Iterator[Check]:

@@ -244,10 +244,13 @@ def paces(
 @app.command(help="Check this machine and installation; include the output in bug reports.")
 def doctor(
     run: Annotated[bool, typer.Option("--run", help="Also run a job of two processes.")] = False,
+    device: Annotated[
+        bool, typer.Option("--device", help="Also measure the accelerator: copies, order, overlap.")
+    ] = False,
 ) -> None:
     from paceline.cli import doctor as command
 
-    raise typer.Exit(command.doctor(run_self_test=run))
+    raise typer.Exit(command.doctor(run_self_test=run, with_device=device))
 
 
 def _exit_code(arguments: list[str] | None) -> int:

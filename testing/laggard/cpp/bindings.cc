@@ -75,6 +75,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const HostSection section;
     return clock_ms();
   });
+  m.def("host_use", [](uint64_t thread) {
+    const HostUse use = host_use(thread);
+    return std::pair(use.inside_ms, use.launches);
+  });
   m.def("spend_host_time", [](double ms) {
     const HostSection section;
     clock_ms() += ms;

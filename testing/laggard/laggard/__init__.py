@@ -31,6 +31,7 @@ from laggard.detectors import (  # noqa: E402
 from laggard.simulation import (  # noqa: E402
     Span,
     host_clock_ms,
+    host_use,
     simulated_time,
     spend_host_time,
     take_timeline,
@@ -41,6 +42,7 @@ __all__ = [
     "Span",
     "Synchronization",
     "host_clock_ms",
+    "host_use",
     "lazy_schedule",
     "no_races",
     "race_mode",

@@ -81,17 +81,49 @@ class LaggardGroup(dist.ProcessGroup):
         self._errors: list[
             Exception
         ] = []  # as with NCCL: raised by a later call, the group is lost
+        self._name = self._description = ""
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._last: dict[torch.device, torch.Event] = {}  # ends of the newest collectives
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=NAME, daemon=True).start()
 
+    # torch keeps names in its C++ backends, and this group has none.
     def getBackendName(self) -> str:
         return NAME
 
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device("laggard")]
+
+    def _get_backend(self, device: torch.device) -> LaggardGroup:
+        return self
+
     def _serve(self) -> None:
         _C.set_counted(False)  # this thread plays the network card
-        while True:
-            self._jobs.get()()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def shutdown(self) -> None:
+        """End the group. RuntimeError under a collective: other backends hang or abort there."""
+        if not all(done.query() for done in self._last.values()):
+            raise RuntimeError(f"{NAME}: shut down while a collective is in flight")
+        self._jobs.put(None)
 
     def _run(
         self,
@@ -130,6 +162,7 @@ class LaggardGroup(dist.ProcessGroup):
                 tensor.copy_(host, non_blocking=True)
                 tensor.record_stream(stream)
             done.record(stream)
+            self._last[device] = done
             return StreamWork(done, result, device, self._errors)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:

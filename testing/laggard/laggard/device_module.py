@@ -125,7 +125,7 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 _WHY_NOT = {
     1: "an address and a size above 0 are expected",
-    712: "some of this memory is pinned already",
+    712: "some of its pages are pinned already",
     713: "no registered memory begins at this address",
 }
 

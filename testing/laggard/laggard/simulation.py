@@ -62,6 +62,15 @@ def host_clock_ms() -> float:
     return _C.host_clock_ms()
 
 
+def host_use(thread: int) -> tuple[float, int]:
+    """Return the processor time (ms) that a thread spent inside of the device, and its launches.
+
+    Counted in simulated time. A real device needs neither the time of the test device nor of its
+    detectors; it takes some microseconds for each launch.
+    """
+    return _C.host_use(thread)
+
+
 def spend_host_time(ms: float) -> None:
     """Let this host thread spend simulated time, e.g. for an exchange that is not simulated."""
     _C.spend_host_time(ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laggard
+from laggard.collectives import LaggardGroup
 from laggard.pytest_plugin import schedule_named
 
 
@@ -72,7 +74,7 @@ def check_coalesced(device: str, rank: int) -> None:
     swapped = torch.empty(2, device=device)
     dist.all_to_all_single(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1], device=device))
     assert swapped.tolist() == [float(rank), 10.0 + rank]
-    group = list(range(2))
+    group = dist.group.WORLD
     tensors = [torch.full((n,), rank + 1.0, device=device) for n in (2, 4)]
     summed = funcol.all_reduce_coalesced(tensors, "sum", group)
     assert [t.tolist() for t in summed] == [[3.0] * 2, [3.0] * 4]
@@ -88,7 +90,8 @@ def check_dtensor_and_fsdp(device: str, rank: int) -> None:
     full = torch.randn(4, 6)
     sharded = distribute_tensor(full.to(device), mesh, [Shard(0)])
     assert sharded.to_local().shape == (2, 6)
-    torch.testing.assert_close((sharded @ full.t().to(device)).full_tensor().cpu(), full @ full.t())
+    other = distribute_tensor(full.t().to(device), mesh, [Replicate()])
+    torch.testing.assert_close((sharded @ other).full_tensor().cpu(), full @ full.t())
     inner, alone = layers().to(device), layers()
     for layer in (inner[0], inner[2], inner):
         fully_shard(layer, mesh=mesh)
@@ -122,6 +125,17 @@ def check_missing_wait(device: str) -> None:
     assert [race.earlier for race in laggard.take_races()] == ["copy host to device"]
     work.wait()
     assert x.tolist() == [2.0] * 4
+
+
+def check_shutdown(device: str, rank: int, store: str) -> None:
+    group = LaggardGroup(dist.FileStore(store, 2), rank, 2, timedelta(seconds=30))
+    with laggard.lazy_schedule():
+        x = torch.ones(4, device=device)
+        group.allreduce([x])
+        with pytest.raises(RuntimeError, match="while a collective is in flight"):
+            group.shutdown()
+        torch.accelerator.synchronize()
+        group.shutdown()
 
 
 def check_failure(device: str) -> None:
@@ -171,6 +185,7 @@ def worker(rank: int, store: str, schedules: list[str]) -> None:
             check_missing_wait(device)
     dist.barrier()
     torch.accelerator.synchronize()
+    check_shutdown(device, rank, store + "-2")
     check_failure(device)
     dist.destroy_process_group()
 

@@ -91,7 +91,7 @@ def test_wrong_calls_are_refused(memory):
     with pytest.raises(RuntimeError, match="size above 0"):
         register(0, PAGE)
     with pytest.raises(RuntimeError, match="pinned already"):
-        register(memory.address + PAGE, PAGE)
+        register(memory.address + 7 * PAGE + 64, PAGE)
     with pytest.raises(RuntimeError, match="no registered memory"):
         unregister(memory.address + PAGE)
     own = torch.empty(PAGE, pin_memory=True)

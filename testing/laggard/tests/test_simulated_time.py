@@ -28,6 +28,7 @@ def test_a_matrix_product_costs_its_operations():
     x = torch.ones(200, 100, device="laggard")
     with laggard.simulated_time(**{**MODEL, "kernel_us": 0, "tera_flops": 1e-3}):
         x @ x.t()
+        torch.accelerator.synchronize()
         [span] = laggard.take_timeline()
     assert span.op.startswith("aten::mm")
     assert span.end_ms - span.begin_ms == pytest.approx(2 * 200 * 200 * 100 / 1e9 * 1e3)
@@ -133,6 +134,18 @@ def test_work_of_the_host_counts_by_its_processor_time():
         before = laggard.host_clock_ms()
         threading.Event().wait(0.05)
         assert laggard.host_clock_ms() - before < 5  # a thread that sleeps loses no time
+
+
+def test_the_time_inside_of_the_device_is_known_for_each_thread():
+    x, me = torch.ones(8, device="laggard"), threading.get_ident()
+    with laggard.simulated_time(**{**MODEL, "host_speed": 1}):
+        before_ms, launched = laggard.host_use(me)
+        for _ in range(50):
+            x.add_(1)
+        inside_ms, launches = laggard.host_use(me)
+    assert launches - launched == 50
+    assert 0 < inside_ms - before_ms < 50
+    assert laggard.host_use(1) == (0, 0)
 
 
 def test_an_unknown_option_is_refused():

@@ -199,12 +199,12 @@ char* map_again(char* pages, size_t mapped) {
   return at == MAP_FAILED ? nullptr : static_cast<char*>(at);
 }
 
-// Call with blocks_mutex held.
-bool overlaps_a_block(const char* begin, const char* end) {
-  auto after = blocks.lower_bound(end);
-  if (after == blocks.begin()) return false;
-  const PinnedBlock* block = std::prev(after)->second;
-  return block->host + block->bytes > begin;
+// True if another block has some of these pages: a page can be registered once. Call with blocks_mutex held.
+bool shares_a_page(const PinnedBlock* made) {
+  return std::any_of(blocks.begin(), blocks.end(), [&](const auto& entry) {
+    const PinnedBlock* block = entry.second;
+    return block->pages < made->pages + made->mapped && made->pages < block->pages + block->mapped;
+  });
 }
 
 }  // namespace
@@ -214,10 +214,13 @@ int register_host_memory(uintptr_t address, size_t bytes) {
   if (!begin || bytes == 0) return kInvalidValue;
   std::lock_guard lock(device_lock());
   std::lock_guard inner(blocks_mutex);
-  if (overlaps_a_block(begin, begin + bytes)) return kAlreadyRegistered;
   auto* block = new PinnedBlock;
   block->registered = true;
   block->count_from(begin, bytes);
+  if (shares_a_page(block)) {
+    delete block;
+    return kAlreadyRegistered;
+  }
   char* again = map_again(block->pages, block->mapped);
   block->guarded = again != nullptr;
   block->copies = again ? again : block->pages;

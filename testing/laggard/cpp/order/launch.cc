@@ -68,9 +68,11 @@ uint64_t launch_locked(Launch work) {
     }
   }
   for (auto& race : found) races.push_back(std::move(race));
-  const uint64_t task = queue_of(work.stream)
-                            .push({std::move(work.op), std::move(work.run), work.delayed, std::move(work.hold),
-                                   work.cost, launch_time_ms()});
+  // In simulated time kernels and copies cost the host a launch; events and the allocator's fills do not.
+  const double launched_ms = work.cost.kind == Cost::NOTHING ? clock_ms() : launch_time_ms();
+  const uint64_t task =
+      queue_of(work.stream)
+          .push({std::move(work.op), std::move(work.run), work.delayed, std::move(work.hold), work.cost, launched_ms});
   if (work.queued) work.queued();
   return task;
 }

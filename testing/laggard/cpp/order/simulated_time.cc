@@ -1,9 +1,11 @@
 #include "order/simulated_time.h"
 
+#include <pthread.h>
 #include <time.h>
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 
 namespace laggard {
@@ -16,10 +18,25 @@ std::mutex timeline_mutex;
 std::vector<Span> timeline;  // guarded by: timeline_mutex
 constexpr size_t kMost = 1000000;
 
+struct ThreadClock;
+std::mutex threads_mutex;
+std::map<uint64_t, ThreadClock*> threads;  // guarded by: threads_mutex
+
 struct ThreadClock {
   uint64_t epoch = 0;
-  double now_ms = 0, processor_ms = 0;
+  double now_ms = 0, processor_ms = 0, entered_ms = 0;
   int sections = 0;
+  std::atomic<double> inside_ms{0};  // read by other threads
+  std::atomic<uint64_t> launches{0};
+
+  ThreadClock() {
+    std::lock_guard lock(threads_mutex);
+    threads[static_cast<uint64_t>(pthread_self())] = this;
+  }
+  ~ThreadClock() {
+    std::lock_guard lock(threads_mutex);
+    threads.erase(static_cast<uint64_t>(pthread_self()));
+  }
 };
 
 double processor_ms() {
@@ -77,18 +94,29 @@ std::vector<Span> take_timeline() {
 HostSection::HostSection() {
   if (!simulated) return;
   auto& clock = thread_clock();
-  if (clock.sections++ == 0) clock.now_ms += model.host_speed * (processor_ms() - clock.processor_ms);
+  if (clock.sections++ > 0) return;
+  clock.entered_ms = processor_ms();
+  clock.now_ms += model.host_speed * (clock.entered_ms - clock.processor_ms);
 }
 
 HostSection::~HostSection() {
   auto& clock = thread_clock();
-  if (clock.sections > 0 && --clock.sections == 0) clock.processor_ms = processor_ms();
+  if (clock.sections == 0 || --clock.sections > 0) return;
+  clock.processor_ms = processor_ms();
+  clock.inside_ms = clock.inside_ms + clock.processor_ms - clock.entered_ms;
 }
 
 double launch_time_ms() {
   if (!simulated) return 0;
   const HostSection section;
+  ++thread_clock().launches;
   return clock_ms() += model.launch_us / 1e3;
+}
+
+HostUse host_use(uint64_t thread) {
+  std::lock_guard lock(threads_mutex);
+  const auto found = threads.find(thread);
+  return found == threads.end() ? HostUse{} : HostUse{found->second->inside_ms, found->second->launches};
 }
 
 }  // namespace laggard

@@ -9,6 +9,7 @@
 // Left out: two streams do not slow each other, and a host thread that sleeps loses no time.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -54,5 +55,12 @@ class HostSection {
   HostSection& operator=(const HostSection&) = delete;
 };
 double launch_time_ms();  // of a launch now: moves the clock of this thread
+
+// What a host thread spent inside of this library, which a real device would not need, and its launches.
+struct HostUse {
+  double inside_ms = 0;
+  uint64_t launches = 0;
+};
+HostUse host_use(uint64_t thread);  // threading.get_ident(); zeros for one that never launched, or has ended
 
 }  // namespace laggard
