@@ -398,3 +398,8 @@ def clock_id(environ: Mapping[str, str] | None = None) -> str:
         return f"{host}-{os.stat('/proc/self/ns/time').st_ino}"
     except OSError:  # a kernel before 5.6 has one clock for all
         return host
+
+
+def horovod_timeline() -> str:
+    """Return where a script of Horovod's interface writes its timeline; "" for nowhere."""
+    return os.environ.get("HOROVOD_TIMELINE", "")
