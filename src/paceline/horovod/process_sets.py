@@ -88,6 +88,10 @@ class ProcessSet:
         """Return the name of an operation that was given none: ranks start them in one order."""
         return f"{kind}.noname.{next(self._numbers[kind])}"
 
+    def restart_names(self) -> None:
+        """Count unnamed operations from 0 again; on all ranks at the same time."""
+        self._numbers.clear()
+
     def member_of(self, root_rank: int, kind: str) -> int:
         """Return the number in the set of a rank of the job."""
         ranks = self.ranks or []

@@ -357,4 +357,6 @@ def join(device: int = -1) -> int:  # noqa: ARG001
 
     Returns the rank that joined last. `allgather` and `broadcast` fail on the other ranks meanwhile.
     """
-    return int(start.start_join(global_process_set).result())
+    last = start.start_join(global_process_set).result()
+    global_process_set.restart_names()  # ranks have started different numbers of operations
+    return int(last)
