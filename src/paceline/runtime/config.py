@@ -55,6 +55,7 @@ class JobEnv:
     data_workers: tuple[int, ...] = ()  # their number in each stage
     number: int = 0  # within its role; see control/member.py
     is_newcomer: bool = False  # it joins a running job
+    is_again: bool = False  # this process has left the job, and joins it again
     is_elastic: bool = False  # the membership may change
     on_loss: str = "shrink"  # continue without a lost worker, or wait for one to "replace" it
     num_partitions: int = 0  # of the servers' tables

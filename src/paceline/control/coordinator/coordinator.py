@@ -37,6 +37,7 @@ from paceline.control.coordinator.member_connections import (
 from paceline.control.coordinator.operator_service import OperatorService
 from paceline.control.coordinator.operator_service import decoder as operator_decoder
 from paceline.control.coordinator.pace_change import PaceChange
+from paceline.control.coordinator.rejoining import RejoiningMembers, is_rejoin
 from paceline.control.coordinator.store import StoreService
 from paceline.control.coordinator.work_pools import WorkPools
 from paceline.control.member import Member, Membership
@@ -88,6 +89,7 @@ class Coordinator:
         self.roster = Roster(policy, self._state.state, time.monotonic())
         self._state.begin(self.roster.state)
         self._pending = PendingMembers(world_size, join_timeout_s)
+        self._rejoining = RejoiningMembers()
         self._acceptor = Acceptor(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)
         self._members = MemberConnections()
         self._pace = PaceChange(self.roster, self._members, self.carry_out)
@@ -112,6 +114,11 @@ class Coordinator:
     def left(self) -> set[int]:
         """The ranks that exited cleanly."""
         return self._members.left
+
+    @property
+    def _remaining(self) -> tuple[int, ...]:
+        ranks = () if self.membership is None else self.membership.ranks
+        return tuple(rank for rank in ranks if rank not in self.left and rank not in self.lost)
 
     @property
     def lost(self) -> dict[int, str]:
@@ -182,6 +189,7 @@ class Coordinator:
         for cancel in list(connection.waits.values()):
             cancel()
         rank, now_s = connection.caller.rank, time.monotonic()
+        self._rejoining.discard(connection)
         if not self._members.counts(connection) or self._is_stopping:
             return  # it never joined, or another connection of the same member replaced it
         self._members.discard(connection)
@@ -196,6 +204,7 @@ class Coordinator:
             )
         elif not self._operators.apply_end(rank):
             self.carry_out(self.roster.lost(rank, reason, now_s))
+        self._begin_again_if_empty(now_s)
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -262,12 +271,32 @@ class Coordinator:
             self._members.use(connection)
             connection.send(m.Joined(request.id, self.membership))
             return
+        if not self.roster.policy.is_elastic and is_rejoin(request.member, self.membership):
+            self._rejoining.add(connection, request, now_s)
+            self._begin_again_if_empty(now_s)
+            return
         is_first = len(self.missing) == self.roster.first.world_size
         decisions = self.roster.join(request.member, now_s)
         self._members.use(connection)
         connection.member, connection.join = request.member, request
         self._pending.add(request, now_s, is_first=is_first)
         self.carry_out(decisions)
+
+    def _begin_again_if_empty(self, now_s: float) -> None:
+        """Begin with a first generation again if members wait for that and none is left."""
+        if not self._rejoining or self._remaining:
+            return
+        waiting, lost = self._rejoining.take(), dict(self.lost)
+        for connection, request in waiting if lost else ():
+            why = f"the job cannot begin again: {lost} were lost"
+            connection.answer(request.id, RendezvousError(why))
+        if not lost:
+            self.roster.restart(now_s)
+            self._state.begin(self.roster.state)
+            self._store.clear()
+            self._members.begin_again()
+            for connection, request in waiting:
+                self._on_join(connection, request, now_s)
 
     def _on_ready(self, connection: MemberConnection, request: m.Ready, now_s: float) -> None:
         _require_own_rank(connection, request.member.rank)
@@ -366,6 +395,7 @@ class Coordinator:
             else:
                 self.carry_out(self.roster.tick(now_s))
                 self._state.shorten()
+                self._rejoining.notify(self._remaining, now_s)
 
 
 def _complain(task: asyncio.Task[None]) -> None:

@@ -66,6 +66,11 @@ class MemberConnections:
     def __iter__(self) -> Iterator[tuple[int, MemberConnection]]:
         return iter(list(self._by_rank.items()))
 
+    def begin_again(self) -> None:
+        """Forget what became of the members: all have left, and join again."""
+        self.left.clear()
+        self.states.clear()
+
     def counts(self, connection: MemberConnection) -> bool:
         """Return whether this connection is the one that counts for its rank."""
         return self._by_rank.get(connection.caller.rank) is connection
