@@ -69,7 +69,7 @@ OperationError named_mismatch(const std::string& label, const Descriptor& a, int
     size_t number = text.find(" #"), end = text.find(' ', number + 1);
     return text.substr(0, number) + (end == std::string::npos ? "" : text.substr(end));
   };
-  std::string why = show(a) == show(b) ? ", with other scale factors or another kind of average" : "";
+  std::string why = show(a) == show(b) ? ", with other scale factors" : "";
   return OperationError(ErrorKind::collective_mismatch,
                         "ranks disagree about '" + label + "': rank " + std::to_string(rank_a) + " called " + show(a) +
                             ", rank " + std::to_string(rank_b) + " called " + show(b) + why +

@@ -18,6 +18,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from paceline.runtime.config import set_horovod_variables
 from paceline.runtime.console import say
 
 __version__ = "0.28.1"  # of the interface
@@ -42,6 +43,7 @@ def install() -> None:
     found = importlib.util.find_spec("horovod")
     if found is not None:
         say(f"`import horovod` uses paceline.horovod, not the Horovod in {found.origin}")
+    set_horovod_variables()
     sys.meta_path.insert(0, _Finder())
     sys.modules["horovod"] = sys.modules[__name__]
 

@@ -58,8 +58,8 @@ def engine_op(op: int) -> str:
     raise UsageError(f"op={op!r} is not a reduction; pass Average, Sum, Min, Max or Product")
 
 
-def detail_of(truncates: bool, prescale: float, postscale: float) -> int:
-    """Return a hash of what must be the same on all ranks besides the tensor; 0 by default."""
-    if not truncates and prescale == 1.0 and postscale == 1.0:
+def detail_of(prescale: float, postscale: float) -> int:
+    """Return a hash of the factors, which are the same on all ranks; 0 by default."""
+    if prescale == 1.0 and postscale == 1.0:
         return 0
-    return zlib.crc32(struct.pack("?dd", truncates, prescale, postscale)) or 1
+    return zlib.crc32(struct.pack("dd", prescale, postscale)) or 1

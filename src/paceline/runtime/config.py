@@ -112,6 +112,7 @@ _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
     *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR", "ENCRYPT"),
+    "HOROVOD",
 )
 ON_LOSS, _ENCRYPTION = ("shrink", "replace"), ("on", "off", "always")
 _ROLES = ("worker", "server", "data")
@@ -399,6 +400,18 @@ def clock_id(environ: Mapping[str, str] | None = None) -> str:
         return f"{host}-{os.stat('/proc/self/ns/time').st_ino}"
     except OSError:  # a kernel before 5.6 has one clock for all
         return host
+
+
+HOROVOD = "PACELINE_HOROVOD"  # set to 1: `import horovod` uses paceline.horovod
+
+
+def set_horovod_variables() -> None:
+    """Set HOROVOD_RANK and the like, which `horovodrun` sets, from the launcher's variables."""
+    names = dict(zip(TORCH_STYLE, ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), strict=True))
+    names |= {"GROUP_RANK": "CROSS_RANK", "GROUP_WORLD_SIZE": "CROSS_SIZE"}
+    for ours, theirs in names.items():
+        if ours in os.environ:
+            os.environ[f"HOROVOD_{theirs}"] = os.environ[ours]
 
 
 def horovod_timeline() -> str:

@@ -28,22 +28,17 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.double() * factor).trunc().to(tensor.dtype)
 
 
-def _truncated_mean(total: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.div(total, size, rounding_mode="trunc")
-
-
 class Reduction:
-    """The arguments of a reduction, resolved for one tensor."""
+    """The arguments of a reduction; averages of integers are truncated."""
 
-    def __init__(
-        self, tensor: torch.Tensor, op: int, prescale: float, postscale: float, size: int
-    ) -> None:
-        name = engine_op(op)
-        self._divides = op == Average and not tensor.dtype.is_floating_point
-        self.code_name = "sum" if self._divides else name
-        self._pre, self._post, self._size = prescale, postscale, size
-        self.is_plain = prescale == 1.0 and postscale == 1.0 and not self._divides
-        self.detail = detail_of(self._divides, prescale, postscale)
+    def __init__(self, op: int, prescale: float, postscale: float) -> None:
+        self._op = engine_op(op)
+        self._pre, self._post = prescale, postscale
+        self.detail = detail_of(prescale, postscale)
+
+    def code(self, dtype: int) -> int:
+        """Return the engine's number of the reduction."""
+        return op_code(self._op, dtype, truncates=True)
 
     def before(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what is sent."""
@@ -51,10 +46,6 @@ class Reduction:
 
     def after(self, output: torch.Tensor) -> None:
         """Change the reduced tensor in place."""
-        if self.is_plain:
-            return
-        if self._divides:
-            output.copy_(_truncated_mean(output, self._size))
         if self._post != 1.0:
             output.copy_(scaled(output, self._post))
 
@@ -70,9 +61,9 @@ def start_allreduce(
     """Reduce `tensor` into `output`, which may be the same."""
     group = process_set.named
     name = name or process_set.next_name("allreduce")
-    reduction = Reduction(tensor, op, *scales, group.size)
+    reduction = Reduction(op, *scales)
     source, target = Buffer(reduction.before(tensor.detach())), result_buffer(output.detach())
-    code = op_code(reduction.code_name, source.dtype)
+    code = reduction.code(source.dtype)
     options = {"shape": tensor.shape, "op": code, "detail": reduction.detail}
     with translated():
         work = group.start("all_reduce", name, [source], [target], **options)
@@ -214,14 +205,14 @@ def start_reducescatter(
     if tensor.dim() == 0:
         raise UsageError("reducescatter: a tensor without dimensions; use tensor.unsqueeze(0)")
     name = name or process_set.next_name("reducescatter")
-    reduction = Reduction(tensor, op, *scales, group.size)
+    reduction = Reduction(op, *scales)
     rows, extra = divmod(tensor.shape[0], group.size)
     counts = [rows + (member < extra) for member in range(group.size)]
     sent = reduction.before(tensor.detach()).contiguous()
     parts = torch.split(sent, counts)
     output = torch.empty([counts[group.rank], *tensor.shape[1:]], dtype=tensor.dtype)
     target = Buffer(output)
-    code = op_code(reduction.code_name, target.dtype)
+    code = reduction.code(target.dtype)
     options = {"shape": tensor.shape, "op": code, "detail": reduction.detail}
     with translated():
         sources = [Buffer(one) for one in parts]
