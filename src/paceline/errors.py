@@ -26,7 +26,7 @@
     |   |-- CheckpointMismatch      it belongs to another model
     |   |-- CheckpointUnsupported   its format is newer than this version
     |   |-- CheckpointUnsafe        a pickle, a link, or a name that leads out of the directory
-    |-- HorovodInternalError        an operation of the Horovod interface failed; elastic.run retries
+    |-- HorovodInternalError        an operation of paceline.horovod failed; elastic.run retries
     |-- SetupError                  the job could not be formed on this machine or network
         |-- RendezvousError         a rank is missing, claimed twice or out of range
         |   |-- TooLate             the job is over, or its workers are finishing

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.ranks import Group, run_ranks
+
+from paceline.comm.group import Group
+from support.ranks import run_ranks
 
 HOSTS = pytest.mark.parametrize("hosts", [1, 2], ids=["one-host", "two-hosts"])
 

@@ -225,9 +225,10 @@ Task Group::run_with_joined(NamedCall& call, const Descriptor& active) {
   const bool joins = call.request.kind == Kind::join;
   if (active.kind != Kind::all_reduce && active.kind != Kind::barrier) {
     if (joins) co_return;
-    throw OperationError(ErrorKind::usage, "'" + call.label + "' (" + name_of(active.kind) +
-                                               ") cannot run: a rank has joined, and only all-reduce and barrier are "
-                                               "defined for ranks without data. Only this operation has ended.");
+    throw OperationError(ErrorKind::collective_mismatch,
+                         "'" + call.label + "' (" + name_of(active.kind) +
+                             ") cannot run: a rank has joined, and only all-reduce and barrier are "
+                             "defined for ranks without data. Only this operation has ended.");
   }
   auto request = std::make_shared<Request>();
   std::vector<std::byte> zeros;

@@ -25,7 +25,13 @@ _IGNORED_VALUES = (
     *("--mpi-args", "--binding-args", "--tcp-prefix", "--thread-affinity", "--num-nccl-streams"),
     *("--gloo-timeout-seconds", "--start-timeout", "--elastic-timeout", "--log-level"),
     *("--network-interfaces", "--nics", "--ssh-port", "-p", "--ssh-identity-file", "-i"),
-    *("--slots-per-host", "--slots", "--reset-limit", "--blacklist-cooldown-range", "--config-file"),
+    *(
+        "--slots-per-host",
+        "--slots",
+        "--reset-limit",
+        "--blacklist-cooldown-range",
+        "--config-file",
+    ),
 )
 _IGNORED_FLAGS = (
     *("--gloo", "--mpi", "--jsrun", "--autotune", "--no-autotune", "--disable-cache"),

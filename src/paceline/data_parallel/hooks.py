@@ -187,9 +187,8 @@ class ForwardObserver(Protocol):
     def subscribe(self, after: int = -1) -> object: ...
 
 
-# All names that `pl.distribute` adds to a model. The last two are added if the model's class has none
-# of that name; with `loss=` or a mesh they are needed. On a mesh with `pp`, `fsdp` or `tp` the model's
-# `state_dict`, `load_state_dict` and (with `pp`) `forward` are replaced as well.
+# All names that `pl.distribute` adds to a model (docs/reference/training.md has the table). The last
+# two are added if the model's class has none of that name; with `loss=` or a mesh they are needed.
 ADDED_NAMES = ("no_sync", "agreed", "pull", "subscribe", "train_step", "forward_backward")
 TRAINING_NAMES = ADDED_NAMES[-2:]
 

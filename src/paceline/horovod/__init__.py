@@ -1,11 +1,11 @@
 """Horovod's interface on Paceline: change the import, or not even that.
 
-    import paceline.horovod.torch as hvd       instead of `import horovod.torch as hvd`
-    paceline.horovod.install()                 `import horovod.torch` finds this package
-    paceline run --horovod train.py            the same for a whole job
+import paceline.horovod.torch as hvd       instead of `import horovod.torch as hvd`
+paceline.horovod.install()                 `import horovod.torch` finds this package
+paceline run --horovod train.py            the same for a whole job
 
-    session, process_sets, reductions, handles, objects, timeline, elastic    for any framework
-    torch/                                                                    for PyTorch
+session, process_sets, reductions, handles, objects, timeline, elastic    for any framework
+torch/                                                                    for PyTorch
 """
 
 from __future__ import annotations

@@ -106,9 +106,7 @@ class ObjectState(State):
         self._saved_state = copy.deepcopy(self._saved_state)
 
     def save(self) -> None:
-        self._saved_state = {
-            name: copy.deepcopy(getattr(self, name)) for name in self._saved_state
-        }
+        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
         self._set_attrs()

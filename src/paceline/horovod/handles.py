@@ -10,7 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.errors import HorovodInternalError, PacelineError, PeerError, UsageError
+from paceline.errors import (
+    CollectiveMismatch,
+    HorovodInternalError,
+    PacelineError,
+    PeerError,
+    UsageError,
+)
 from paceline.horovod import session, timeline
 from paceline.runtime.work import Handle as EngineHandle
 
@@ -60,7 +66,7 @@ class Several:
         for part in self._parts:
             try:
                 results.append(part.result())
-            except PacelineError as error:
+            except PacelineError as error:  # noqa: PERF203
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -107,14 +113,17 @@ def drop_all() -> None:
 session.at_shutdown(drop_all)
 
 
-class translated:  # noqa: N801  (a context manager)
-    """Raise errors of operations as HorovodInternalError."""
+class translated:
+    """Raise errors of operations as HorovodInternalError; mistakes of the caller as they are."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, HorovodInternalError) or not isinstance(error, PacelineError):
+        is_mistake = isinstance(error, UsageError) and not isinstance(error, CollectiveMismatch)
+        if is_mistake or not isinstance(error, PacelineError):
+            return
+        if isinstance(error, HorovodInternalError):
             return
         raise HorovodInternalError(_text(error)) from error
 

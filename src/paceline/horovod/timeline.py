@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.errors import UsageError
 from paceline.horovod import session
 from paceline.runtime.config import horovod_timeline
 
@@ -26,9 +25,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     global _file, _marks_cycles
     me = session.rank()
     path = Path(file_path if me == 0 else f"{file_path}.rank{me}")
+    stop_timeline()  # another one, perhaps of the launcher
     with _mu:
-        if _file is not None:
-            raise UsageError(f"start_timeline: {_file.name} is being written; stop_timeline first")
         _file, _marks_cycles = path.open("w"), mark_cycles
         _file.write("[\n")
         _write({"name": "process_name", "ph": "M", "pid": me, "args": {"name": f"rank {me}"}})

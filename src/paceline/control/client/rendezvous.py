@@ -171,7 +171,7 @@ def _at_known_address(env: JobEnv, config: EngineConfig, address: str) -> Rendez
     while True:
         try:
             return entry.connect(address, secret)
-        except AuthError as error:
+        except AuthError as error:  # noqa: PERF203
             # After shutdown() rank 0 runs another coordinator there, perhaps not yet.
             if not env.is_again or time.monotonic() > deadline_s:
                 raise AuthError(f"{error} (PACELINE_SECRET_FILE={env.secret_file})") from None

@@ -1,4 +1,4 @@
-"""Elastic training of torch models: TorchState beside the neutral parts of paceline.horovod.elastic."""
+"""Elastic training of torch models: TorchState, beside the neutral parts of horovod/elastic.py."""
 
 from __future__ import annotations
 
@@ -80,6 +80,8 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
 
 class TorchState(ObjectState):
     """Models, optimizers, schedulers and samplers, and plain values as attributes."""
+
+    _handlers: dict[str, StateHandler]
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         handlers: dict[str, StateHandler] = {}

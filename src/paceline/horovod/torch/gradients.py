@@ -269,9 +269,7 @@ class GradientExchange:
                     param.shape,
                 )
             name = f"sparse {self._names[param]}"
-            started.append(
-                (param, sparse_allreduce_async(grad, name, self._op, self._process_set))
-            )
+            started.append((param, sparse_allreduce_async(grad, name, self._op, self._process_set)))
         return started
 
     # -- buckets ------------------------------------------------------------------------------
@@ -310,6 +308,9 @@ class GradientExchange:
             for number, p in enumerate(new)
             if p not in sparse
         ]
+        for one in dense:
+            if one.param.grad is not None:
+                one.param.grad = one.param.grad.to_dense()  # of sparse_as_dense
         buckets: list[Bucket] = self._allocator.allocate_buckets(dense)
         reducer.add(buckets)
         for bucket in buckets:

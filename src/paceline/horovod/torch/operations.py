@@ -29,6 +29,10 @@ def wants_grad(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
+def _applied(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments)
+
+
 # -- allreduce --------------------------------------------------------------------------------
 
 
@@ -49,7 +53,7 @@ def allreduce(
         return synchronize(handle)  # type: ignore[no-any-return]
     sent, context = compression.compress(tensor)
     if wants_grad(sent):
-        reduced = _Allreduce.apply(sent, name, op, scales, process_set)
+        reduced = _applied(_Allreduce, sent, name, op, scales, process_set)
     elif op == Average and scales == (1.0, 1.0) and sent.dtype.is_floating_point:
         reduced = start.allreduce_now(sent, name, process_set)
     else:
@@ -153,7 +157,7 @@ def allgather(
 ) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated; their first dimensions may differ."""
     if wants_grad(tensor):
-        return _Allgather.apply(tensor, name, process_set)  # type: ignore[no-any-return]
+        return _applied(_Allgather, tensor, name, process_set)  # type: ignore[no-any-return]
     return start.start_allgather(tensor, name, process_set).result()  # type: ignore[no-any-return]
 
 
@@ -188,7 +192,7 @@ def broadcast(
 ) -> torch.Tensor:
     """Return the root's tensor on every rank."""
     if wants_grad(tensor):
-        return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return]
+        return _applied(_Broadcast, tensor, root_rank, name, process_set)  # type: ignore[no-any-return]
     return synchronize(broadcast_async(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
 
 
@@ -251,7 +255,7 @@ def alltoall(
     """Send `splits[j]` rows to rank j; return the received rows, with `splits` also how many came
     from each rank."""
     if wants_grad(tensor):
-        received = _Alltoall.apply(tensor, splits, name, process_set)
+        received = _applied(_Alltoall, tensor, splits, name, process_set)
     else:
         received = start.start_alltoall(tensor, splits, name, process_set).result()
     return received[0] if splits is None else received
@@ -302,7 +306,7 @@ def reducescatter(
     scales = (prescale_factor, postscale_factor)
     sent, context = compression.compress(tensor)
     if wants_grad(sent):
-        rows = _Reducescatter.apply(sent, name, op, scales, process_set)
+        rows = _applied(_Reducescatter, sent, name, op, scales, process_set)
     else:
         rows = start.start_reducescatter(sent, name, op, scales, process_set).result()
     return compression.decompress(rows, context)  # type: ignore[no-any-return]
@@ -355,7 +359,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:  # noqa: ARG001
     """Take part in the other ranks' allreduces with zeros until all ranks have joined.
 
-    Returns the rank that joined last. `allgather` and `broadcast` fail on the other ranks meanwhile.
+    Returns the rank that joined last. Meanwhile `allgather` and `broadcast` fail on other ranks.
     """
     last = start.start_join(global_process_set).result()
     global_process_set.restart_names()  # ranks have started different numbers of operations

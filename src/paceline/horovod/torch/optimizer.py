@@ -28,7 +28,7 @@ from paceline.horovod.torch.paced import pace_optimizer
 _numbers = itertools.count()  # of optimizers; the same on all ranks
 
 
-def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
     compression: Any = Compression.none,
@@ -58,7 +58,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     _check_arguments(op, gradient_predivide_factor, num_groups, groups, backward_passes_per_step)
     names = _checked_names(optimizer, named_parameters)
     base = type(optimizer)
-    kind = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__})
+    kind: Any = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__})
     wrapped = kind.__new__(kind)
     # A scheduler may have put a `step` into the old object; it is bound to that one.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
@@ -76,9 +76,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     return wrapped
 
 
-def _check_arguments(
-    op: int, predivide: float, num_groups: int, groups: Any, passes: int
-) -> None:
+def _check_arguments(op: int, predivide: float, num_groups: int, groups: Any, passes: int) -> None:
     engine_op(op)
     if op not in (Average, Sum):
         raise UsageError(f"DistributedOptimizer: op={op!r}; pass Average or Sum")
@@ -177,7 +175,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Reduce the gradients, then update the parameters."""
         if self._should_synchronize:
             if self._synchronized:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -64,7 +65,7 @@ def start_allreduce(
     reduction = Reduction(op, *scales)
     source, target = Buffer(reduction.before(tensor.detach())), result_buffer(output.detach())
     code = reduction.code(source.dtype)
-    options = {"shape": tensor.shape, "op": code, "detail": reduction.detail}
+    options: dict[str, Any] = {"shape": tensor.shape, "op": code, "detail": reduction.detail}
     with translated():
         work = group.start("all_reduce", name, [source], [target], **options)
 
@@ -213,7 +214,7 @@ def start_reducescatter(
     output = torch.empty([counts[group.rank], *tensor.shape[1:]], dtype=tensor.dtype)
     target = Buffer(output)
     code = reduction.code(target.dtype)
-    options = {"shape": tensor.shape, "op": code, "detail": reduction.detail}
+    options: dict[str, Any] = {"shape": tensor.shape, "op": code, "detail": reduction.detail}
     with translated():
         sources = [Buffer(one) for one in parts]
         work = group.start("reduce_scatter", name, sources, [target], **options)
