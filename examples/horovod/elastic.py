@@ -5,6 +5,7 @@ paceline run -n 3 --min 2 --max 3 examples/horovod/elastic.py
 
 import argparse
 import os
+import signal
 
 import paceline.horovod.torch as hvd  # was: import horovod.torch as hvd
 import torch
@@ -42,7 +43,7 @@ def train(state):
             state.batch += 1
             state.seen += len(data)
             if args.kill_rank_at == state.batch and hvd.rank() == 1 and hvd.size() == 3:
-                os._exit(9)
+                os.kill(os.getpid(), signal.SIGKILL)
             if state.batch % args.batches_per_commit == 0:
                 state.commit()
         state.sampler.set_epoch(state.epoch + 1)

@@ -187,7 +187,7 @@ class ForwardObserver(Protocol):
     def subscribe(self, after: int = -1) -> object: ...
 
 
-# All names that `pl.distribute` adds to a model (docs/reference/training.md has the table). The last
+# All names that `pl.distribute` adds to a model (docs/reference/training.md has a table). The last
 # two are added if the model's class has none of that name; with `loss=` or a mesh they are needed.
 ADDED_NAMES = ("no_sync", "agreed", "pull", "subscribe", "train_step", "forward_backward")
 TRAINING_NAMES = ADDED_NAMES[-2:]

@@ -13,15 +13,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from paceline.runtime.config import set_horovod_variables
+from paceline.runtime.config import inherited_environ, set_unless_set
 from paceline.runtime.console import say
 
 __version__ = "0.28.1"  # of the interface
+_RANKS = {
+    **{"RANK": "RANK", "SIZE": "WORLD_SIZE"},
+    **{"LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"},
+    **{"CROSS_RANK": "GROUP_RANK", "CROSS_SIZE": "GROUP_WORLD_SIZE"},
+}
 
 
 def install() -> None:
@@ -43,9 +48,17 @@ def install() -> None:
     found = importlib.util.find_spec("horovod")
     if found is not None:
         say(f"`import horovod` uses paceline.horovod, not the Horovod in {found.origin}")
-    set_horovod_variables()
+    for name, value in _variables(inherited_environ()).items():
+        set_unless_set(name, value)
     sys.meta_path.insert(0, _Finder())
     sys.modules["horovod"] = sys.modules[__name__]
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return HOROVOD_RANK and the like, which `horovodrun` sets, from the launcher's variables."""
+    return {
+        f"HOROVOD_{theirs}": environ[ours] for theirs, ours in _RANKS.items() if ours in environ
+    }
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paceline.comm.tensors import Buffer, op_code
-from paceline.errors import HorovodInternalError, PacelineError, is_caused_by_loss
+from paceline.errors import HorovodInternalError, PeerError
 from paceline.horovod import session
 from paceline.horovod.handles import translated
 from paceline.horovod.objects import broadcast_object
@@ -131,6 +131,7 @@ def run(function: Callable[..., Result]) -> Callable[..., Result]:
         was_joining = elastic.is_joining
         elastic.join_running_job()
         if was_joining:
+            _meet()
             _renew(state)
         needs_sync = True
         while True:
@@ -139,11 +140,12 @@ def run(function: Callable[..., Result]) -> Callable[..., Result]:
                     state.sync()
                 return function(state, *args, **kwargs)
             except HorovodInternalError as error:
-                _recover(error)
+                _meet(_find_loss(error))
                 state.restore()
                 needs_sync = True
             except HostsUpdatedInterrupt as change:
                 elastic.enter_due_generation(agreed=True)
+                _meet()
                 needs_sync = not change.skip_sync
             _renew(state)
 
@@ -153,12 +155,27 @@ def run(function: Callable[..., Result]) -> Callable[..., Result]:
 run_fn = run
 
 
-def _recover(error: PacelineError) -> None:
-    """Enter the membership without the lost worker; raise the error if none was lost."""
-    job = session.current()
-    if not job.elastic.is_on or not is_caused_by_loss(error):
+def _find_loss(error: HorovodInternalError) -> PeerError:
+    """Return the loss or change that caused an error; raise the error if there was none."""
+    cause = error.__cause__
+    if not session.current().elastic.is_on or not isinstance(cause, PeerError):
         raise error
-    job.elastic.run_step(lambda: job.world.barrier())
+    return cause
+
+
+def _meet(error: PeerError | None = None) -> None:
+    """Meet the other workers of the present membership, after an error of the next one.
+
+    Some workers learn of a change by an error, others are told; all take this one step together.
+    """
+    job, failures = session.current(), [] if error is None else [error]
+
+    def attempt() -> None:
+        if failures:
+            raise failures.pop()
+        job.world.barrier()
+
+    job.elastic.run_step(attempt)
 
 
 def _renew(state: State) -> None:

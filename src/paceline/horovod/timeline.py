@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.horovod import session
-from paceline.runtime.config import horovod_timeline
+from paceline.runtime.config import inherited_environ
 
 _mu = threading.Lock()
 _file: IO[str] | None = None  # guarded by _mu
@@ -45,7 +45,7 @@ def stop_timeline() -> None:
 
 def start_from_environment() -> None:
     """Start a timeline if the launcher asks for it (HOROVOD_TIMELINE)."""
-    path = horovod_timeline()
+    path = inherited_environ().get("HOROVOD_TIMELINE")
     if path and _file is None:
         start_timeline(path)
 

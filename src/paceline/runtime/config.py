@@ -35,6 +35,7 @@ from paceline.runtime.launch_context import (
 )
 
 DEFAULT_BIND_ADDRESS = "127.0.0.1"
+HOROVOD = "PACELINE_HOROVOD"  # set to 1: `import horovod` uses paceline.horovod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,20 +401,3 @@ def clock_id(environ: Mapping[str, str] | None = None) -> str:
         return f"{host}-{os.stat('/proc/self/ns/time').st_ino}"
     except OSError:  # a kernel before 5.6 has one clock for all
         return host
-
-
-HOROVOD = "PACELINE_HOROVOD"  # set to 1: `import horovod` uses paceline.horovod
-
-
-def set_horovod_variables() -> None:
-    """Set HOROVOD_RANK and the like, which `horovodrun` sets, from the launcher's variables."""
-    names = dict(zip(TORCH_STYLE, ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), strict=True))
-    names |= {"GROUP_RANK": "CROSS_RANK", "GROUP_WORLD_SIZE": "CROSS_SIZE"}
-    for ours, theirs in names.items():
-        if ours in os.environ:
-            os.environ[f"HOROVOD_{theirs}"] = os.environ[ours]
-
-
-def horovod_timeline() -> str:
-    """Return where a script of Horovod's interface writes its timeline; "" for nowhere."""
-    return os.environ.get("HOROVOD_TIMELINE", "")

@@ -118,7 +118,7 @@ class Coordinator:
     @property
     def _remaining(self) -> tuple[int, ...]:
         ranks = () if self.membership is None else self.membership.ranks
-        return tuple(rank for rank in ranks if rank not in self.left and rank not in self.lost)
+        return tuple(rank for rank in ranks if rank not in {*self.left, *self.lost})
 
     @property
     def lost(self) -> dict[int, str]:
@@ -263,7 +263,7 @@ class Coordinator:
 
     def _on_join(self, connection: MemberConnection, request: m.Join, now_s: float) -> None:
         self._pending.require_open()
-        _require_own_rank(connection, request.member.rank)
+        connection.require_rank(request.member.rank)
         if self.membership is not None and self._state.num_replayed:
             # It had joined when the previous coordinator ended before it could answer.
             self._require_same(request.member)
@@ -286,20 +286,17 @@ class Coordinator:
         """Begin with a first generation again if members wait for that and none is left."""
         if not self._rejoining or self._remaining:
             return
-        waiting, lost = self._rejoining.take(), dict(self.lost)
-        for connection, request in waiting if lost else ():
-            why = f"the job cannot begin again: {lost} were lost"
-            connection.answer(request.id, RendezvousError(why))
-        if not lost:
-            self.roster.restart(now_s)
-            self._state.begin(self.roster.state)
-            self._store.clear()
-            self._members.begin_again()
-            for connection, request in waiting:
-                self._on_join(connection, request, now_s)
+        if self.lost:
+            return self._rejoining.refuse(f"the job cannot begin again: {self.lost} were lost")
+        self.roster.restart(now_s)
+        self._state.begin(self.roster.state)
+        self._store.clear()
+        self._members.begin_again()
+        for connection, request in self._rejoining.take():
+            self._on_join(connection, request, now_s)
 
     def _on_ready(self, connection: MemberConnection, request: m.Ready, now_s: float) -> None:
-        _require_own_rank(connection, request.member.rank)
+        connection.require_rank(request.member.rank)
         decisions = self.roster.ready(request.member, now_s)
         self._members.use(connection)
         connection.member, connection.join = request.member, request
@@ -311,7 +308,7 @@ class Coordinator:
 
     def _on_attach(self, connection: MemberConnection, request: m.Attach, now_s: float) -> None:
         rank = request.member.rank
-        _require_own_rank(connection, rank)
+        connection.require_rank(rank)
         membership = self._require_membership()
         missed = self._state.missed(membership, request.known)
         if rank in membership.ranks or not missed.is_known or rank in missed.lost:
@@ -401,10 +398,3 @@ class Coordinator:
 def _complain(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("the coordinator no longer checks its members", exc_info=task.exception())
-
-
-def _require_own_rank(connection: MemberConnection, rank: int) -> None:
-    if rank != connection.caller.rank:
-        raise RendezvousError(
-            f"a process authenticated as rank {connection.caller.rank} asked to join as rank {rank}"
-        )

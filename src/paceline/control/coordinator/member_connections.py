@@ -36,6 +36,13 @@ class MemberConnection:
         self.farewell: m.Leave | None = None
         self.waits: dict[int, Callable[[], None]] = {}  # request id -> cancel its wait
 
+    def require_rank(self, rank: int) -> None:
+        """Raise RendezvousError if the process asks in the name of another rank."""
+        if rank != self.caller.rank:
+            raise RendezvousError(
+                f"a process authenticated as rank {self.caller.rank} asked to join as rank {rank}"
+            )
+
     def answer(self, request_id: int, value: Value | PacelineError) -> None:
         self.waits.pop(request_id, None)
         if isinstance(value, PacelineError):

@@ -12,6 +12,7 @@ from paceline.control import messages as m
 from paceline.control.coordinator.member_connections import MemberConnection
 from paceline.control.member import Member, Membership
 from paceline.control.wait_notice import next_warn_s, warn_s
+from paceline.errors import RendezvousError
 
 Waiting = tuple[MemberConnection, m.Join]
 
@@ -42,6 +43,11 @@ class RejoiningMembers:
         """Return those that wait; they wait no longer."""
         waiting, self._waiting = list(self._waiting.values()), {}
         return waiting
+
+    def refuse(self, why: str) -> None:
+        """Answer all of them that the job does not begin again."""
+        for connection, request in self.take():
+            connection.answer(request.id, RendezvousError(why))
 
     def notify(self, missing: tuple[int, ...], now_s: float) -> None:
         """Tell one of them, after a while, which members have not left."""
