@@ -44,8 +44,8 @@ SETUPS: dict[tuple[str, str], list[Setup]] = {
     ("docs/guides/from-ddp.md", "backend.py"): [Setup(like_torchrun=True)],
     ("docs/guides/from-ddp.md", "before train.py"): [Setup(like_torchrun=True)],
     ("docs/guides/from-ddp.md", "after train.py"): [Setup(result=SAME)],
-    ("docs/guides/from-horovod.md", "before train.py"): [],  # Horovod is not installed
-    ("docs/guides/from-horovod.md", "after train.py"): [Setup(result=SAME)],
+    ("docs/guides/from-horovod.md", "before native.py"): [],  # Horovod is not installed
+    ("docs/guides/from-horovod.md", "after native.py"): [Setup(result=SAME)],
     ("docs/guides/ray.md", ""): [],  # Ray is not installed; tests/cluster/test_ray_function.py
     ("docs/guides/slow-networks.md", ""): [Setup(result="digest")],
     (MESH, ""): [

@@ -72,6 +72,17 @@ struct PyWork {
   std::shared_ptr<Group> group;
   OperationPtr operation;
   std::shared_ptr<int> source;
+  std::shared_ptr<NamedCall> call;  // of a named operation
+
+  // The memory that a named operation with results of any size has allocated.
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> output() const {
+    if (!done() || !call || !call->output) throw Error(ErrorKind::usage, "this operation has no output of its own");
+    uint64_t count = 0;
+    for (uint64_t one : call->counts) count += one;
+    nb::capsule owner(new std::shared_ptr<NamedCall>(call),
+                      [](void* held) noexcept { delete static_cast<std::shared_ptr<NamedCall>*>(held); });
+    return {call->output.get(), {size_t(count * call->request.element_bytes())}, owner};
+  }
 
   bool done() const { return operation->finished(); }
   void wait(std::optional<double> timeout_s) { wait_for(*group, *operation, timeout_s.value_or(kForever)); }
@@ -225,7 +236,7 @@ class PyGroup {
     wait_for(*group, *operation, kForever);
   }
   PyWork start_all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
-    return {group_, get().submit(reduction(in, out, count, dtype, op, std::move(shape)), true), nullptr};
+    return {group_, get().submit(reduction(in, out, count, dtype, op, std::move(shape)), true), nullptr, nullptr};
   }
 
   void run(int kind, int dtype, int op, int root, const Parts& in, const Parts& out, std::vector<int64_t> shape) {
@@ -234,18 +245,39 @@ class PyGroup {
     wait_for(*group, *operation, kForever);
   }
   PyWork start(int kind, int dtype, int op, int root, const Parts& in, const Parts& out, std::vector<int64_t> shape) {
-    return {group_, get().submit(request(kind, dtype, op, root, in, out, std::move(shape)), true), nullptr};
+    return {group_, get().submit(request(kind, dtype, op, root, in, out, std::move(shape)), true), nullptr, nullptr};
+  }
+
+  // Named operations (named.h). A blocking all-reduce has a path of its own, as above.
+  void all_reduce_named(const std::string& name, uint32_t detail, uintptr_t in, uintptr_t out, uint64_t count,
+                        int dtype, int op, std::vector<int64_t> shape) {
+    auto group = hold();
+    auto call = std::make_shared<NamedCall>();
+    call->request = reduction(in, out, count, dtype, op, std::move(shape));
+    call->label = name;
+    call->detail = detail;
+    auto operation = group->submit_named(std::move(call), false);
+    wait_for(*group, *operation, kForever);
+  }
+  PyWork start_named(const std::string& name, uint32_t detail, int kind, int dtype, int op, int root, const Parts& in,
+                     const Parts& out, std::vector<int64_t> shape, bool takes_any_size, bool background) {
+    auto call = std::make_shared<NamedCall>();
+    call->request = request(kind, dtype, op, root, in, out, std::move(shape));
+    call->label = name;
+    call->detail = detail;
+    call->takes_any_size = takes_any_size;
+    return {group_, get().submit_named(call, background), nullptr, call};
   }
 
   // `background` is false if the caller waits at once and drives the operation itself.
   PyWork start_send(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype, bool background) {
     Part part{reinterpret_cast<void*>(data), count};
-    return {group_, get().submit_send(member, tag, part, DType(dtype), background), nullptr};
+    return {group_, get().submit_send(member, tag, part, DType(dtype), background), nullptr, nullptr};
   }
   PyWork start_receive(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype, bool background) {
     Part part{reinterpret_cast<void*>(data), count};
     auto source = std::make_shared<int>(-1);
-    return {group_, get().submit_receive(member, tag, part, DType(dtype), source, background), source};
+    return {group_, get().submit_receive(member, tag, part, DType(dtype), source, background), source, nullptr};
   }
 
   // Takes over the descriptor. With keys (the cipher's number, to send, to receive) its bytes are encrypted.
@@ -324,7 +356,10 @@ NB_MODULE(_core, m) {
       .def("done", &PyWork::done)
       .def("wait", &PyWork::wait, "timeout_s"_a = nb::none())
       .def("error", &PyWork::error)
-      .def("source", [](const PyWork& w) { return w.source ? *w.source : -1; });
+      .def("source", [](const PyWork& w) { return w.source ? *w.source : -1; })
+      .def("counts", [](const PyWork& w) { return w.call ? w.call->counts : std::vector<uint64_t>(); })
+      .def("output", &PyWork::output)
+      .def("last_joined", [](const PyWork& w) { return w.call ? w.call->last_joined : -1; });
   m.def("wait_any", &wait_any, "works"_a, "timeout_s"_a = nb::none());
 
   nb::class_<PyEngine>(m, "Engine")
@@ -390,6 +425,10 @@ NB_MODULE(_core, m) {
            "shape"_a)
       .def("run", &PyGroup::run, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)
       .def("start", &PyGroup::start, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)
+      .def("all_reduce_named", &PyGroup::all_reduce_named, "name"_a, "detail"_a, "input"_a, "output"_a, "count"_a,
+           "dtype"_a, "op"_a, "shape"_a)
+      .def("start_named", &PyGroup::start_named, "name"_a, "detail"_a, "kind"_a, "dtype"_a, "op"_a, "root"_a,
+           "inputs"_a, "outputs"_a, "shape"_a, "takes_any_size"_a = false, "background"_a = true)
       .def("start_send", &PyGroup::start_send, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a,
            "background"_a = true)
       .def("start_receive", &PyGroup::start_receive, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a,

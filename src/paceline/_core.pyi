@@ -110,6 +110,10 @@ class Work:
     def wait(self, timeout_s: float | None = None) -> None: ...
     def error(self) -> Exception | None: ...
     def source(self) -> int: ...
+    # Of a named operation: elements from each member, the memory, the member that joined last.
+    def counts(self) -> list[int]: ...
+    def output(self) -> Any: ...  # a numpy array of bytes
+    def last_joined(self) -> int: ...
 
 # The lowest index of a work that has finished or failed; -1 after the timeout.
 def wait_any(works: Sequence[Work], timeout_s: float | None = None) -> int: ...
@@ -195,6 +199,32 @@ class Group:
         inputs: Parts,
         outputs: Parts,
         shape: Sequence[int],
+    ) -> Work: ...
+    # Named operations may be submitted in any order; `detail` is a hash of what else must be alike.
+    def all_reduce_named(
+        self,
+        name: str,
+        detail: int,
+        input: int,
+        output: int,
+        count: int,
+        dtype: int,
+        op: int,
+        shape: Sequence[int],
+    ) -> None: ...
+    def start_named(
+        self,
+        name: str,
+        detail: int,
+        kind: int,
+        dtype: int,
+        op: int,
+        root: int,
+        inputs: Parts,
+        outputs: Parts,
+        shape: Sequence[int],
+        takes_any_size: bool = False,  # the engine allocates the outputs: see Work.output
+        background: bool = True,
     ) -> Work: ...
     def start_send(
         self,

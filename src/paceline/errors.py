@@ -28,6 +28,7 @@
     |   |-- CheckpointMismatch      it belongs to another model
     |   |-- CheckpointUnsupported   its format is newer than this version
     |   |-- CheckpointUnsafe        a pickle, a link, or a name that leads out of the directory
+    |-- HorovodInternalError        an operation of paceline.horovod failed; elastic.run retries
     |-- SetupError                  the job could not be formed on this machine or network
         |-- RendezvousError         a rank is missing, claimed twice or out of range
         |   |-- TooLate             the job is over, or its workers are finishing
@@ -155,6 +156,10 @@ class Evicted(PeerError):
 
 class JobOver(PeerError):
     """The job cannot continue: too few workers are left, or a partition has no holder."""
+
+
+class HorovodInternalError(PacelineError):
+    """An operation of `paceline.horovod` failed: ranks disagree, or a rank was lost."""
 
 
 class ProtocolError(PacelineError):

@@ -35,7 +35,8 @@ def test_reductions(hosts):
                 dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
                 assert (tensor == expected).all(), (dtype, op, tensor)
         for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-            for op, expected in {"BAND": 0, "BOR": 7, "BXOR": 4, "SUM": 10, "MAX": 4}.items():
+            ints = {"BAND": 0, "BOR": 7, "BXOR": 4, "SUM": 10, "MAX": 4, "AVG": 2}  # towards zero
+            for op, expected in ints.items():
                 tensor = torch.full((3, 5), rank + 1, dtype=dtype)
                 dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
                 assert (tensor == expected).all(), (dtype, op, tensor)

@@ -23,4 +23,10 @@ class Error : public std::runtime_error {
   int rank;  // the peer that the error is about, -1 when none
 };
 
+// Ends one operation, on all members at the same time; the group continues.
+class OperationError : public Error {
+ public:
+  using Error::Error;
+};
+
 }  // namespace paceline

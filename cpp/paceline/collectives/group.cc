@@ -132,6 +132,7 @@ OperationPtr Group::enqueue(OperationPtr operation, OperationKind kind, bool bac
 }
 
 OperationPtr Group::submit(Request request, bool background) {
+  if (order_.exchange(1) == 2) throw Error(ErrorKind::usage, "this group runs operations by name: each needs one");
   auto r = std::make_shared<Request>(std::move(request));
   if (spans_hosts())  // on the caller's thread: the progress thread must send heartbeats in the meantime
     for (const auto* parts : {&r->inputs, &r->outputs})
@@ -174,7 +175,7 @@ void Group::take_inbox() {
   std::lock_guard lock(mu_);
   has_inbox_.store(false, std::memory_order_relaxed);
   for (auto& [operation, kind] : inbox_) {
-    if (kind == OperationKind::collective) collectives_.push_back(operation);
+    if (kind == OperationKind::collective) collectives_.push_back(operation), ++num_submitted_;
     else transfers_.push_back(operation);
   }
   inbox_.clear();
@@ -214,13 +215,19 @@ bool Group::awaits_rest() const {
 
 bool Group::advance_collectives() {
   bool moved = false;
-  while (!collectives_.empty() && collectives_.front()->advance()) {
-    moved = true;
+  while (!collectives_.empty()) {
     OperationPtr operation = collectives_.front();
+    if (!operation->advance()) break;
+    moved = true;
     if (!operation->finished()) continue;
-    collectives_.pop_front();
+    // A named operation may have moved others to the front.
+    collectives_.erase(std::find(collectives_.begin(), collectives_.end(), operation));
     engine_->work_finished(*operation);
-    operation->rethrow();
+    if (!operation->error()) continue;
+    try {
+      operation->rethrow();
+    } catch (const OperationError&) {  // the same on all members: only this operation has ended
+    }
   }
   return moved;
 }

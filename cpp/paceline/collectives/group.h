@@ -13,6 +13,7 @@
 #include <optional>
 #include <vector>
 
+#include "paceline/collectives/named.h"
 #include "paceline/collectives/request.h"
 #include "paceline/collectives/team.h"
 #include "paceline/engine/engine.h"
@@ -60,6 +61,8 @@ class Group final : public Pollable {
   void add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys = nullptr);
 
   OperationPtr submit(Request request, bool background);
+  // Members may submit named operations in any order (named.h). A group has either these or the ones in order.
+  OperationPtr submit_named(std::shared_ptr<NamedCall> call, bool background);
   OperationPtr submit_send(int member, uint64_t tag, Part part, DType dtype, bool background);
   // member may be kAnySource; `source` receives the group rank of the sender.
   OperationPtr submit_receive(int member, uint64_t tag, Part part, DType dtype, std::shared_ptr<int> source,
@@ -116,6 +119,19 @@ class Group final : public Pollable {
   void close_ports();
 
   Task run(std::shared_ptr<Request> request, Descriptor shown);
+  // named.cc
+  Task run_named(std::shared_ptr<NamedCall> call);
+  Task run_agreed(NamedCall& call, Team::Context* context, const std::vector<uint64_t>& sizes);
+  Task run_with_joined(NamedCall& call, const Descriptor& active);
+  Task gather_calls(NamedCall& call, std::vector<Descriptor>& calls, std::vector<uint64_t>& sizes);
+  Task gather_bytes(const std::string& mine, std::vector<std::string>& all);
+  Task negotiate(NamedCall& front);
+  bool end_differing(const CallLists& lists);
+  void move_to_front(const Descriptor& chosen);
+  NamedCall& named_call(size_t index) const;
+  class FirstInQueue;
+  class NewSubmission;
+
   Task run_spanning(const Request& request, const Descriptor& shown);
   Task reduce_spanning(const Request& request, const Descriptor& shown);
   Task broadcast_spanning(const Request& request, const Descriptor& shown);
@@ -159,10 +175,12 @@ class Group final : public Pollable {
   std::list<Posted> posted_;
   std::list<Announced> announced_;
   uint64_t number_ = 0;
+  uint64_t num_submitted_ = 0;  // named operations
   double beat_s_ = 0;
   double watched_s_ = 0;    // when this rank last waited here, and so received heartbeats
   bool is_broken_ = false;  // failed, not just closed
   std::atomic<bool> has_inbox_{false};
+  std::atomic<int> order_{0};  // of its collectives: 0 not known yet, 1 as submitted, 2 by name
 };
 
 }  // namespace paceline

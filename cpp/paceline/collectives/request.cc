@@ -8,7 +8,7 @@
 namespace paceline {
 namespace {
 constexpr const char* kNames[] = {"barrier",   "all_reduce", "reduce", "reduce_scatter", "all_gather",
-                                  "broadcast", "scatter",    "gather", "all_to_all"};
+                                  "broadcast", "scatter",    "gather", "all_to_all",     "join"};
 static_assert(sizeof kNames / sizeof kNames[0] == size_t(Kind::count_));
 
 // Tensors of these must be alike on all ranks.

@@ -32,6 +32,7 @@ enum class Kind : uint32_t {
   scatter,
   gather,
   all_to_all,
+  join,  // of named operations only: contributes zeros until all members have joined
   count_
 };
 
@@ -74,12 +75,13 @@ struct Descriptor {
   Placement placement = Placement::staged;
   uint8_t ndim = 0;
   int32_t root = 0;
-  uint32_t reserved = 0;
-  uint64_t count = 0;  // elements of all inputs, or of the output where there are none
+  uint32_t detail = 0;  // of a named operation: a hash of what else must be alike
+  uint64_t name = 0;    // its hash; 0: the operation has no name
+  uint64_t count = 0;   // elements of all inputs, or of the output where there are none
   int64_t shape[kMaxShownDims] = {};
   Location output;  // engine memory for the result (all_reduce, reduce at the root)
 };
-static_assert(sizeof(Descriptor) == 96);
+static_assert(sizeof(Descriptor) == 104);
 
 Descriptor describe(const Request& request, uint64_t number);
 // "all_reduce #412 sum float32[1024,512]"

@@ -63,10 +63,9 @@ void Team::post_request(Context& c) {
   post(&Block::arrived, c.op);
 }
 
-// Compares the requests of all members and chooses a placement that all can use.
-void Team::check_requests(Context& c) {
+// Chooses a placement that all members can use, and compares the sizes of pieces.
+void Team::resolve(Context& c) {
   const Descriptor& first = c.descriptor_of(*this, 0);
-  for (int m = 1; m < size(); ++m) require_match(first, rank_of(0), c.descriptor_of(*this, m), rank_of(m));
   bool all_in_slot = true, all_readable = true;
   c.outputs_exposed = true;
   for (int m = 0; m < size(); ++m) {
@@ -81,7 +80,8 @@ void Team::check_requests(Context& c) {
   if (all_in_slot) c.placement = Placement::in_slot;
   else if (all_readable && (!needs_outputs || c.outputs_exposed)) c.placement = Placement::exposed;
   else c.placement = Placement::staged;
-  if (!has_pieces(c.request.kind)) return;
+  if (c.request.kind != Kind::barrier) engine_.traffic().on_host.fetch_add(handed_over(c), std::memory_order_relaxed);
+  if (!has_pieces(c.request.kind) || c.takes_any_size) return;
   for (int from = 0; from < size(); ++from)
     for (int to = 0; to < size(); ++to) {
       if (!c.is_source(from) || !c.is_destination(to)) continue;
@@ -110,20 +110,38 @@ uint64_t Team::handed_over(const Context& c) const {
 Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) {
   Context c{request, shown, divisor};
   co_await begin(c);
-  if (request.kind == Kind::barrier) co_return;
+  co_await run_resolved(c);
+}
+
+Task Team::run_resolved(Context& c) {
+  if (c.request.kind == Kind::barrier) co_return;
   if (c.placement == Placement::staged) co_await run_staged(c);
   else co_await run_whole(c);
 }
 
-Task Team::begin(Context& c) {
+Task Team::arrive(Context& c) {
   c.op = ++op_;
   post_request(c);
   Reached arrived(*this, &Block::arrived, c.op);
   co_await park(arrived);
   // A member may have arrived and failed: its request is no longer valid.
   if (auto failure = published_failure()) std::rethrow_exception(failure);
-  check_requests(c);
-  if (c.request.kind != Kind::barrier) engine_.traffic().on_host.fetch_add(handed_over(c), std::memory_order_relaxed);
+}
+
+Task Team::begin(Context& c) {
+  co_await arrive(c);
+  const Descriptor& first = c.descriptor_of(*this, 0);
+  for (int m = 1; m < size(); ++m) require_match(first, rank_of(0), c.descriptor_of(*this, m), rank_of(m));
+  resolve(c);
+}
+
+Task Team::meet(Context& c, std::vector<Descriptor>& calls) {
+  co_await arrive(c);
+  for (int m = 0; m < size(); ++m) calls.push_back(c.descriptor_of(*this, m));
+}
+
+uint64_t Team::given_by(const Context& c, int member) const {
+  return pieces(member, c.op)[c.personal() ? me_ : 0].gives;
 }
 
 Task Team::end(Context& c) {

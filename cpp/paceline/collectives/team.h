@@ -38,12 +38,13 @@ constexpr int kStages = 4;  // staging buffers used in turn
 constexpr size_t kStageBytes = 256 << 10;
 
 struct Block {
-  Counter arrived;   // operations whose descriptor is posted
-  Counter finished;  // operations after which this member no longer reads other members' memory
-  Counter filled;    // staged chunks published (inputs)
-  Counter drained;   // staged chunks consumed
-  Counter reduced;   // staged chunks whose own slice is published (all_reduce, reduce)
-  Counter copied;    // staged chunks whose slices have been copied out
+  Counter arrived;    // operations whose descriptor is posted
+  Counter finished;   // operations after which this member no longer reads other members' memory
+  Counter filled;     // staged chunks published (inputs)
+  Counter drained;    // staged chunks consumed
+  Counter reduced;    // staged chunks whose own slice is published (all_reduce, reduce)
+  Counter copied;     // staged chunks whose slices have been copied out
+  Counter submitted;  // named operations that this member has submitted (named.h)
   alignas(64) Descriptor descriptors[2];
   alignas(64) std::byte slots[2][kSlotBytes];
   alignas(64) std::byte inputs[kStages][kStageBytes];
@@ -73,6 +74,13 @@ class Team {
   // The two ends of an operation whose middle the caller does: begin() returns when all members have arrived and their
   // requests match, end() when no member uses the memory of another one any more.
   Task begin(Context& c);
+  // The parts of begin() and run() for a caller that compares the requests itself: meet() returns when all members have
+  // arrived, with their requests; resolve() and run_resolved() follow if these match.
+  Task meet(Context& c, std::vector<Descriptor>& calls);
+  void resolve(Context& c);
+  Task run_resolved(Context& c);
+  // Elements that a member gives to this one.
+  uint64_t given_by(const Context& c, int member) const;
   Task end(Context& c);
   // Where piece `piece` of that member's inputs can be read, and where the result of a reduction goes.
   const std::byte* source(const Context& c, int member, int piece) const;
@@ -93,7 +101,7 @@ class Team {
   Task stage_reduction(Context& c);
   Task stage_pair(Context& c);
   void post_request(Context& c);
-  void check_requests(Context& c);
+  Task arrive(Context& c);
   uint64_t handed_over(const Context& c) const;
   void take_whole(const Context& c);
   void reduce_slice(const Context& c);
@@ -127,6 +135,7 @@ struct Team::Context {
   uint64_t op = 0;
   Placement placement = Placement::staged;  // the one that all members can use
   bool outputs_exposed = false;
+  bool takes_any_size = false;  // the outputs are allocated when the sizes of the inputs are known
   const Descriptor& descriptor_of(const Team& t, int member) const { return t.block(member).descriptors[op & 1]; }
   // Whether other members read this member's inputs at all.
   bool is_source(int member) const {

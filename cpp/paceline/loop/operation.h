@@ -28,6 +28,8 @@ class Operation {
   const Fiber& fiber() const { return fiber_; }
   std::string describe() const { return describe_(); }
   double age_s() const { return now_s() - submitted_s_; }
+  // Driver only. Measures the age from now on: what it waits for has changed.
+  void restart_clock() { submitted_s_ = now_s(), next_warning_s = 0; }
   double next_warning_s = 0;   // driver only
   bool in_background = false;  // no caller is about to wait for it; set before it is submitted
 

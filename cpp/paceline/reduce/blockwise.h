@@ -80,6 +80,14 @@ A fold(A a, A b) {
   }
 }
 
+// A mean of integers is rounded towards zero. The divisor may not fit into a small integer.
+template <class A>
+A divide(A sum, size_t divisor) {
+  if constexpr (std::is_floating_point_v<A>) return sum / A(divisor);
+  else if constexpr (std::is_signed_v<A>) return A(int64_t(sum) / int64_t(divisor));
+  else return A(uint64_t(sum) / divisor);
+}
+
 template <class T, ReduceOp op>
 void reduce_blocks(size_t divisor, const void* const* sources, size_t num_sources, void* const* destinations,
                    size_t num_destinations, size_t count) {
@@ -96,9 +104,9 @@ void reduce_blocks(size_t divisor, const void* const* sources, size_t num_source
       const T* src = static_cast<const T*>(sources[k]) + at;
       for (size_t i = 0; i < n; ++i) acc[i] = fold<op, is_bool>(acc[i], S::load(src[i]));
     }
-    if constexpr (std::is_floating_point_v<A>)
+    if constexpr (!is_bool)
       if (divisor > 1)
-        for (size_t i = 0; i < n; ++i) acc[i] /= A(divisor);
+        for (size_t i = 0; i < n; ++i) acc[i] = divide(acc[i], divisor);
     for (size_t i = 0; i < n; ++i) result[i] = S::store(acc[i]);
     for (size_t j = 0; j < num_destinations; ++j)
       std::memcpy(static_cast<T*>(destinations[j]) + at, result, n * sizeof(T));

@@ -116,6 +116,10 @@ def run(
             " script.",
         ),
     ] = None,
+    horovod: Annotated[
+        bool,
+        typer.Option("--horovod", help="`import horovod` in the script uses paceline.horovod."),
+    ] = False,
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -290,7 +294,7 @@ def run(
     from paceline.launcher.spec import RunSpec, parse_env
     from paceline.observe.telemetry.trace import TracedSteps
     from paceline.pace.parse import parse_schedule
-    from paceline.runtime.config import inherited_environ
+    from paceline.runtime.config import HOROVOD, inherited_environ
     from paceline.runtime.device_request import parse_devices
     from paceline.runtime.mesh import Mesh
 
@@ -337,7 +341,7 @@ def run(
         mesh=grid,
         trace=None if trace is None else TracedSteps.parse(trace),
         devices=None if devices is None else parse_devices(devices),
-        env=parse_env(env or ()),
+        env={**({HOROVOD: "1"} if horovod else {}), **parse_env(env or ())},
         log_dir=log_dir,
         metrics_port=metrics_port,
         elastic=plan_changes(

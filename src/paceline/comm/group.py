@@ -36,7 +36,7 @@ from paceline.runtime.work import Handle, Work
 
 Result = TypeVar("Result")
 
-_KINDS = {name: code for code, name in enumerate(_core.KINDS)}
+KINDS = {name: code for code, name in enumerate(_core.KINDS)}
 
 
 class Group:
@@ -319,7 +319,7 @@ class Group:
         buffers = (*sources, *targets)
         dtype, shape = common_dtype(kind, buffers) if buffers else (0, ())  # a barrier has none
         inputs, outputs = [b.part for b in sources], [b.part for b in targets]
-        arguments = (_KINDS[kind], dtype, op, root, inputs, outputs, shape)
+        arguments = (KINDS[kind], dtype, op, root, inputs, outputs, shape)
         if async_op:
             return self._track(self._core.start(*arguments), sources, targets, result)
         self._core.run(*arguments)

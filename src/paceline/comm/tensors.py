@@ -139,18 +139,22 @@ def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def op_code(op: str, dtype: int) -> int:
-    """Return the engine's number of a reduction; raise if the dtype does not support it."""
+def op_code(op: str, dtype: int, *, truncates: bool = False) -> int:
+    """Return the engine's number of a reduction; raise if the dtype does not support it.
+
+    `truncates`: a mean of integers is wanted, rounded towards zero.
+    """
     code = _OPS.get(op)
     if code is None:
         raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(sorted(_OPS))}")
-    require_supported(code, dtype)
+    require_supported(code, dtype, truncates=truncates)
     return code
 
 
-def require_supported(op: int, dtype: int) -> None:
+def require_supported(op: int, dtype: int, *, truncates: bool = False) -> None:
     """Raise UnsupportedTensor if a reduction is not defined for a dtype."""
-    if op == _OPS["mean"] and dtype not in FLOATING:
+    may_truncate = truncates and dtype != _CODES["bool"]
+    if op == _OPS["mean"] and dtype not in FLOATING and not may_truncate:
         raise UnsupportedTensor(
             f"mean of {_core.DTYPES[dtype]} would not be an integer; convert the tensor to a"
             " floating-point dtype, or reduce with sum and divide"

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.data_parallel.pace_switch.handover import full_optimizer_state
+from paceline.errors import UsageError
 
 _REDUCE, _DEEPCOPY = "__reduce_ex__", "__deepcopy__"
 
@@ -184,6 +185,24 @@ class ForwardObserver(Protocol):
     def pull(self) -> None: ...
     def settle(self) -> None: ...
     def subscribe(self, after: int = -1) -> object: ...
+
+
+# All names that `pl.distribute` adds to a model (docs/reference/training.md has a table). The last
+# two are added if the model's class has none of that name; with `loss=` or a mesh they are needed.
+ADDED_NAMES = ("no_sync", "agreed", "pull", "subscribe", "train_step", "forward_backward")
+TRAINING_NAMES = ADDED_NAMES[-2:]
+
+
+def refuse_collisions(model: nn.Module, *, needs_training_names: bool) -> None:
+    """Raise UsageError if the model's class has an attribute that `pl.distribute` would hide."""
+    names = ADDED_NAMES if needs_training_names else ADDED_NAMES[:-2]
+    taken = [name for name in names if hasattr(type(model), name)]
+    if taken:
+        raise UsageError(
+            f"distribute: {type(model).__name__} has an attribute {taken[0]!r}, which distribute"
+            f" would hide: it adds {', '.join(names)} to the model. Rename it in your class, or"
+            " distribute a module that contains the model"
+        )
 
 
 def attach(model: nn.Module, observer: ForwardObserver) -> None:

@@ -25,6 +25,7 @@ from paceline.observe.telemetry.trace import TracedSteps
 from paceline.options.table import require_precision
 from paceline.pace.parse import Schedule, parse_schedule
 from paceline.runtime.config import (
+    HOROVOD,
     encryption,
     requested_devices,
     requested_mesh,
@@ -250,7 +251,7 @@ class RunSpec:
     def command(self, name: ProcessName) -> Command:
         """Return what a process of this name runs."""
         kind = "server" if name.is_server else "module" if self.is_module else "script"
-        return Command(kind, self.target, self.arguments)
+        return Command(kind, self.target, self.arguments, self.env.get(HOROVOD) == "1")
 
 
 def parse_env(settings: Iterable[str]) -> dict[str, str]:

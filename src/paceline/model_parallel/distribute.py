@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.data_parallel.distribute import begin
+from paceline.data_parallel.hooks import refuse_collisions
 from paceline.errors import UsageError
 from paceline.model_parallel.fsdp.blocks import recompute
 from paceline.model_parallel.train_step import Loss, TrainStep, as_inputs
@@ -95,7 +96,10 @@ def distribute(
     asked = requested_mesh() or mesh
     if asked is not None:
         _use_mesh(job, asked, mesh)
-    if job.mesh is None or job.mesh.unit_size == 1:
+    is_whole = job.mesh is None or job.mesh.unit_size == 1
+    if isinstance(model, nn.Module):
+        refuse_collisions(model, needs_training_names=loss is not None or not is_whole)
+    if is_whole:
         if activations == "recompute":
             recompute(model)
         begin(job, model, optimizer, pace, options)

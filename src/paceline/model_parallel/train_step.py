@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from paceline.data_parallel.hooks import UncopiedHook
+from paceline.data_parallel.hooks import TRAINING_NAMES, UncopiedHook
 from paceline.errors import UsageError
 
 Loss = Callable[..., torch.Tensor]
@@ -53,9 +53,9 @@ class TrainStep:
     ) -> None:
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._loss, self._max_norm = loss, max_norm
-        object.__setattr__(model, "train_step", UncopiedHook(self.run, refuse_copies))
-        forward_backward = UncopiedHook(self.forward_backward, refuse_copies)
-        object.__setattr__(model, "forward_backward", forward_backward)
+        for name, method in zip(TRAINING_NAMES, (self.run, self.forward_backward), strict=True):
+            if not hasattr(type(model), name):  # else it is the script's, and keeps its meaning
+                object.__setattr__(model, name, UncopiedHook(method, refuse_copies))
 
     def run(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Train with one batch: gradients, clipping, the optimizer's step; return its loss."""

@@ -36,6 +36,7 @@ from paceline.runtime.launch_context import (
 from paceline.runtime.machine import process_start
 
 DEFAULT_BIND_ADDRESS = "127.0.0.1"
+HOROVOD = "PACELINE_HOROVOD"  # set to 1: `import horovod` uses paceline.horovod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class JobEnv:
     data_workers: tuple[int, ...] = ()  # their number in each stage
     number: int = 0  # within its role; see control/member.py
     is_newcomer: bool = False  # it joins a running job
+    is_again: bool = False  # this process has left the job, and joins it again
     is_elastic: bool = False  # the membership may change
     on_loss: str = "shrink"  # continue without a lost worker, or wait for one to "replace" it
     num_partitions: int = 0  # of the servers' tables
@@ -113,7 +115,7 @@ _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
     *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR", "ENCRYPT"),
-    "DEVICES",
+    *("DEVICES", "HOROVOD"),
 )
 # With these the runtimes of accelerators hide devices from a process.
 _VISIBILITY = (

@@ -48,12 +48,15 @@ register_with_torch()  # again: `import torch` finds no plugin if Paceline is no
 
 
 _job: Job | None = None
+_num_left = 0  # jobs that this process has left with shutdown()
+_left_for_good = ""  # why it cannot join again
 _lock = threading.Lock()
 
 
 def init() -> Job:
     """Join the job that the environment names; alone, form a world of one. Blocks until all ranks
-    have joined. A second call returns the same job.
+    have joined. A second call returns the same job. After shutdown() on all ranks the job can be
+    joined again, any number of times; only an elastic job, or one with servers, is left for good.
 
     >>> import paceline as pl
     >>> job = pl.init()
@@ -61,6 +64,9 @@ def init() -> Job:
     (0, 1)
     """
     env = job_env()
+    if _num_left and env.source not in (PACELINE.name, "alone"):
+        # Rank 0 runs another coordinator each time: wait for that one.
+        env = replace(env, job_id=f"{env.job_id}.{_num_left}", is_again=True)
     return _start(env, lambda config: establish(env, config), EngineConfig.from_environ())
 
 
@@ -105,6 +111,8 @@ def _start(env: JobEnv, connect: Callable[[EngineConfig], Rendezvous], config: E
     global _job
     with _lock:
         if _job is None:
+            if _left_for_good and env.source == PACELINE.name:
+                raise UsageError(f"init() after shutdown(): {_left_for_good}")
             if env.source == PACELINE.name:
                 print_stacks_on_signal()  # of the launcher, when other processes wait for this one
             request = parse_devices(env.devices, "PACELINE_DEVICES")
@@ -160,7 +168,7 @@ def _describe(device: torch.device) -> str:
 
 def shutdown() -> None:
     """Leave the job cleanly; called automatically when the process exits. May be called twice."""
-    global _job
+    global _job, _num_left, _left_for_good
     with _lock:
         job, _job = _job, None
         if job is None:
@@ -182,6 +190,12 @@ def shutdown() -> None:
         has_lost_peer = is_caused_by_loss(failure)
         job.rendezvous.agent.leave(is_finished=failure is None, has_lost_peer=has_lost_peer)
         job.rendezvous.close()
+        if job.env.num_processes > 1 or job.elastic.is_on:
+            _num_left += 1
+        if job.elastic.is_on:
+            _left_for_good = "an elastic job is left for good, others may have replaced this worker"
+        elif job.env.num_servers:
+            _left_for_good = "a job with parameter servers is left for good; they have ended"
 
 
 _inherited: list[Job] = []

@@ -3,8 +3,8 @@
     flatten_state, unflatten_state   plain data for msgpack, and a list of tensors: to a peer
     state_to_json, state_from_json   JSON and named tensors: to files
 
-Only numbers, strings, bytes, lists, tuples, dicts and tensors can be serialized. Nothing is
-pickled, so received data cannot run code.
+Only numbers, strings, bytes, lists, tuples, sets, dicts, tensors and numpy's arrays and numbers can
+be serialized. Nothing is pickled, so received data cannot run code.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.errors import CheckpointError, UsageError
 
 _TUPLE, _TENSOR, _DICT = "tuple", "tensor", "dict"
+_SET, _ARRAY, _SCALAR = "set", "array", "scalar"
 _BYTES, _FLOAT, _NAMED = "bytes", "float", "named"  # in JSON, which has neither bytes nor infinity
 
 
@@ -35,21 +37,34 @@ def flatten_state(
     tensors = [] if tensors is None else tensors
 
     def walk(thing: Any) -> Any:
+        if isinstance(thing, np.generic | np.ndarray):
+            return {_ARRAY if isinstance(thing, np.ndarray) else _SCALAR: add(_tensor_of(thing))}
         if thing is None or isinstance(thing, bool | int | float | str | bytes):
             return thing
         if isinstance(thing, torch.Tensor):
-            tensors.append(thing.detach())
-            return {_TENSOR: len(tensors) - 1}
+            return {_TENSOR: add(thing.detach())}
         if isinstance(thing, list):
             return [walk(item) for item in thing]
         if isinstance(thing, tuple):
             return {_TUPLE: [walk(item) for item in thing]}
+        if isinstance(thing, set | frozenset):
+            return {_SET: [walk(item) for item in thing]}
         if isinstance(thing, dict):
             return {_DICT: [[walk(key), walk(item)] for key, item in thing.items()]}
         raise UsageError(
             f"{what} has a {type(thing).__name__} in its state, which cannot be {goal};"
-            " only numbers, strings, bytes, lists, tuples, dicts and tensors can"
+            " only numbers, strings, bytes, lists, tuples, sets, dicts, tensors and arrays can"
         )
+
+    def add(tensor: torch.Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    def _tensor_of(array: Any) -> torch.Tensor:
+        try:
+            return torch.from_numpy(np.array(array))
+        except TypeError as error:
+            raise UsageError(f"{what} has an array that cannot be {goal}: {error}") from None
 
     return walk(value), tensors
 
@@ -63,6 +78,11 @@ def unflatten_state(plain: Any, tensors: Sequence[torch.Tensor]) -> Any:
     ((kind, content),) = plain.items()
     if kind == _TENSOR:
         return tensors[content]
+    if kind in (_ARRAY, _SCALAR):
+        array = tensors[content].numpy()
+        return array if kind == _ARRAY else array[()]
+    if kind == _SET:
+        return {_key(unflatten_state(item, tensors)) for item in content}
     if kind == _TUPLE:
         return tuple(unflatten_state(item, tensors) for item in content)
     return {_key(unflatten_state(k, tensors)): unflatten_state(v, tensors) for k, v in content}

@@ -113,7 +113,7 @@ def op_code(op: Any, dtype: int) -> int:
         raise UsageError(
             f"reduction {op.op}: choose SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR"
         )
-    require_supported(code, dtype)
+    require_supported(code, dtype, truncates=True)  # as NCCL averages integers
     return code
 
 

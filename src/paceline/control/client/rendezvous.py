@@ -167,10 +167,15 @@ def _at_known_address(env: JobEnv, config: EngineConfig, address: str) -> Rendez
     entry, secret = _Entry.of(env, config), load_secret(env.secret_file)
     if env.rank == 0 and env.source != "paceline":  # our launcher would run it
         return entry.run_coordinator(secret, *split_address(address))
-    try:
-        return entry.connect(address, secret)
-    except AuthError as error:
-        raise AuthError(f"{error} (PACELINE_SECRET_FILE={env.secret_file})") from None
+    deadline_s = time.monotonic() + config.join_timeout_s
+    while True:
+        try:
+            return entry.connect(address, secret)
+        except AuthError as error:  # noqa: PERF203
+            # After shutdown() rank 0 runs another coordinator there, perhaps not yet.
+            if not env.is_again or time.monotonic() > deadline_s:
+                raise AuthError(f"{error} (PACELINE_SECRET_FILE={env.secret_file})") from None
+            time.sleep(_POLL_S)
 
 
 def _through_private_file(env: JobEnv, config: EngineConfig) -> Rendezvous:

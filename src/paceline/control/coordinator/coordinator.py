@@ -37,6 +37,7 @@ from paceline.control.coordinator.member_connections import (
 from paceline.control.coordinator.operator_service import OperatorService
 from paceline.control.coordinator.operator_service import decoder as operator_decoder
 from paceline.control.coordinator.pace_change import PaceChange
+from paceline.control.coordinator.rejoining import RejoiningMembers, is_rejoin
 from paceline.control.coordinator.store import StoreService
 from paceline.control.coordinator.work_pools import WorkPools
 from paceline.control.member import Member, Membership
@@ -88,6 +89,7 @@ class Coordinator:
         self.roster = Roster(policy, self._state.state, time.monotonic())
         self._state.begin(self.roster.state)
         self._pending = PendingMembers(world_size, join_timeout_s)
+        self._rejoining = RejoiningMembers()
         self._acceptor = Acceptor(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)
         self._members = MemberConnections()
         self._pace = PaceChange(self.roster, self._members, self.carry_out)
@@ -112,6 +114,11 @@ class Coordinator:
     def left(self) -> set[int]:
         """The ranks that exited cleanly."""
         return self._members.left
+
+    @property
+    def _remaining(self) -> tuple[int, ...]:
+        ranks = () if self.membership is None else self.membership.ranks
+        return tuple(rank for rank in ranks if rank not in {*self.left, *self.lost})
 
     @property
     def lost(self) -> dict[int, str]:
@@ -182,6 +189,7 @@ class Coordinator:
         for cancel in list(connection.waits.values()):
             cancel()
         rank, now_s = connection.caller.rank, time.monotonic()
+        self._rejoining.discard(connection)
         if not self._members.counts(connection) or self._is_stopping:
             return  # it never joined, or another connection of the same member replaced it
         self._members.discard(connection)
@@ -196,6 +204,7 @@ class Coordinator:
             )
         elif not self._operators.apply_end(rank):
             self.carry_out(self.roster.lost(rank, reason, now_s))
+        self._begin_again_if_empty(now_s)
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -254,13 +263,17 @@ class Coordinator:
 
     def _on_join(self, connection: MemberConnection, request: m.Join, now_s: float) -> None:
         self._pending.require_open()
-        _require_own_rank(connection, request.member.rank)
+        connection.require_rank(request.member.rank)
         if self.membership is not None and self._state.num_replayed:
             # It had joined when the previous coordinator ended before it could answer.
             self._require_same(request.member)
             self.carry_out(self.roster.attached(request.member.rank, 1, now_s))
             self._members.use(connection)
             connection.send(m.Joined(request.id, self.membership))
+            return
+        if not self.roster.policy.is_elastic and is_rejoin(request.member, self.membership):
+            self._rejoining.add(connection, request, now_s)
+            self._begin_again_if_empty(now_s)
             return
         is_first = len(self.missing) == self.roster.first.world_size
         decisions = self.roster.join(request.member, now_s)
@@ -269,8 +282,21 @@ class Coordinator:
         self._pending.add(request, now_s, is_first=is_first)
         self.carry_out(decisions)
 
+    def _begin_again_if_empty(self, now_s: float) -> None:
+        """Begin with a first generation again if members wait for that and none is left."""
+        if not self._rejoining or self._remaining:
+            return
+        if self.lost:
+            return self._rejoining.refuse(f"the job cannot begin again: {self.lost} were lost")
+        self.roster.restart(now_s)
+        self._state.begin(self.roster.state)
+        self._store.clear()
+        self._members.begin_again()
+        for connection, request in self._rejoining.take():
+            self._on_join(connection, request, now_s)
+
     def _on_ready(self, connection: MemberConnection, request: m.Ready, now_s: float) -> None:
-        _require_own_rank(connection, request.member.rank)
+        connection.require_rank(request.member.rank)
         decisions = self.roster.ready(request.member, now_s)
         self._members.use(connection)
         connection.member, connection.join = request.member, request
@@ -282,7 +308,7 @@ class Coordinator:
 
     def _on_attach(self, connection: MemberConnection, request: m.Attach, now_s: float) -> None:
         rank = request.member.rank
-        _require_own_rank(connection, rank)
+        connection.require_rank(rank)
         membership = self._require_membership()
         missed = self._state.missed(membership, request.known)
         if rank in membership.ranks or not missed.is_known or rank in missed.lost:
@@ -366,15 +392,9 @@ class Coordinator:
             else:
                 self.carry_out(self.roster.tick(now_s))
                 self._state.shorten()
+                self._rejoining.notify(self._remaining, now_s)
 
 
 def _complain(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("the coordinator no longer checks its members", exc_info=task.exception())
-
-
-def _require_own_rank(connection: MemberConnection, rank: int) -> None:
-    if rank != connection.caller.rank:
-        raise RendezvousError(
-            f"a process authenticated as rank {connection.caller.rank} asked to join as rank {rank}"
-        )

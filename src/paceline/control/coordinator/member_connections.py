@@ -36,6 +36,13 @@ class MemberConnection:
         self.farewell: m.Leave | None = None
         self.waits: dict[int, Callable[[], None]] = {}  # request id -> cancel its wait
 
+    def require_rank(self, rank: int) -> None:
+        """Raise RendezvousError if the process asks in the name of another rank."""
+        if rank != self.caller.rank:
+            raise RendezvousError(
+                f"a process authenticated as rank {self.caller.rank} asked to join as rank {rank}"
+            )
+
     def answer(self, request_id: int, value: Value | PacelineError) -> None:
         self.waits.pop(request_id, None)
         if isinstance(value, PacelineError):
@@ -65,6 +72,11 @@ class MemberConnections:
 
     def __iter__(self) -> Iterator[tuple[int, MemberConnection]]:
         return iter(list(self._by_rank.items()))
+
+    def begin_again(self) -> None:
+        """Forget what became of the members: all have left, and join again."""
+        self.left.clear()
+        self.states.clear()
 
     def counts(self, connection: MemberConnection) -> bool:
         """Return whether this connection is the one that counts for its rank."""

@@ -157,6 +157,10 @@ class StoreService:
             answer(error)
         return None
 
+    def clear(self) -> None:
+        """Forget all values: the job begins again."""
+        self._store, self._answers = Store(), {}
+
     def replay(self, entry: StoreEntry) -> None:
         """Apply an entry that an earlier coordinator noted."""
         if isinstance(entry, Forgotten):

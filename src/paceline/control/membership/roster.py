@@ -109,6 +109,10 @@ class Roster:
         changed = m.Changed(first, joined=first.ranks, why="all initial members have joined")
         return [changed, *self._decide(now_s)]
 
+    def restart(self, now_s: float) -> None:
+        """Begin with the first generation again: all members have left."""
+        self.__init__(self.policy, None, now_s)  # type: ignore[misc]
+
     def withdraw(self, rank: int) -> None:
         """Free the rank of an initial member that disconnected before all had joined."""
         self.first.remove(rank)

@@ -92,7 +92,7 @@ class _GlobalForward(StandIn):
         self._group = group
         # torch.compile must not look inside: it cannot trace a collective of the engine. Disabled
         # only here, because that imports the compiler (as the first optimizer does).
-        self._train: Callable[..., Tensor] = torch.compiler.disable(_train)
+        self._train: Callable[..., Tensor] = torch.compiler.disable(forward_in_training)
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module()
@@ -106,7 +106,7 @@ class _GlobalForward(StandIn):
         return getattr, (self._module(), "forward")
 
 
-def _train(module: _BatchNorm, x: Tensor, group: Group) -> Tensor:
+def forward_in_training(module: _BatchNorm, x: Tensor, group: Group) -> Tensor:
     """Do what _BatchNorm.forward does in training mode, with the global batch's statistics."""
     module._check_input_dim(x)
     tracked = module.num_batches_tracked if module.track_running_stats else None

@@ -37,6 +37,7 @@ class Command(msgspec.Struct, frozen=True):
     kind: str
     target: str
     arguments: tuple[str, ...]
+    with_horovod: bool = False  # `import horovod` finds paceline.horovod
 
     @property
     def argv(self) -> list[str]:
@@ -44,7 +45,8 @@ class Command(msgspec.Struct, frozen=True):
         if self.kind == "server":
             return [sys.executable, "-m", "paceline.runtime.server_main"]
         head = ["-m", self.target] if self.kind == "module" else [self.target]
-        return [sys.executable, *head, *self.arguments]
+        installer = ["-m", "paceline.horovod"] if self.with_horovod else []
+        return [sys.executable, *installer, *head, *self.arguments]
 
 
 def become(
@@ -141,6 +143,8 @@ def run(command: Command, environ: Mapping[str, str]) -> None:
     sys.argv = [command.target, *command.arguments]
     if not environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, _first_path(command))
+    if command.with_horovod:
+        importlib.import_module("paceline.horovod").install()
     try:
         _run_main(command)
     except SystemExit:

@@ -1,0 +1,119 @@
+"""Other interfaces on Paceline's engine: Horovod's for torch, beside `pl.distribute`.
+
+    python bench/frameworks.py              about a minute
+    python bench/frameworks.py --quick      a smoke test
+
+Two workers, one thread each. Both trainings are in the same processes and take turns, so that both
+see the same machine. Operations of 1 KB: in order (one name, blocking), and out of order (two names
+that the ranks start in opposite order).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from harness.report import machine, write_json
+from models import TASKS
+
+import paceline as pl
+
+
+def worker(rounds: int, steps: int, calls: int) -> dict[str, Any]:
+    """Measure everything in one rank; the same on all."""
+    import paceline.horovod.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    return {**operations(hvd, rounds, calls), **training(hvd, rounds, steps)}
+
+
+def operations(hvd: Any, rounds: int, calls: int) -> dict[str, list[float]]:
+    """Return microseconds for each operation of 1 KB."""
+    tensor, world = torch.ones(256), pl.world()
+    found: dict[str, list[float]] = {"engine": [], "in order": [], "out of order": []}
+    names = ["a", "b"] if hvd.rank() == 0 else ["b", "a"]
+
+    def engine() -> None:
+        world.all_reduce(tensor.clone(), op="mean")
+
+    def in_order() -> None:
+        hvd.allreduce(tensor, name="x")
+
+    def out_of_order() -> None:
+        started = [hvd.allreduce_async(tensor, name=name) for name in names]
+        for handle in started:
+            hvd.synchronize(handle)
+
+    for round_ in range(rounds + 1):
+        for (name, times), call in zip(
+            found.items(), (engine, in_order, out_of_order), strict=True
+        ):
+            hvd.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            each = (time.perf_counter() - start) / calls / (2 if name == "out of order" else 1)
+            if round_:
+                times.append(each * 1e6)
+    return found
+
+
+def training(hvd: Any, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Return milliseconds for each step of the 25 M MLP."""
+    task = TASKS["mlp"]
+    takes: dict[str, Any] = {}
+    for name in ("distribute", "hvd"):
+        torch.manual_seed(0)
+        model = task.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        if name == "hvd":
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, named_parameters=model.named_parameters()
+            )
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        else:
+            model, optimizer = pl.distribute(model, optimizer)
+        takes[name] = (model, optimizer)
+    x, y = task.make_batch(task.batch)
+    found: dict[str, list[float]] = {name: [] for name in takes}
+    for round_ in range(rounds + 1):
+        for name, (model, optimizer) in takes.items():
+            hvd.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                task.loss(model(x), y).backward()
+                optimizer.step()
+            if round_:
+                found[name].append((time.perf_counter() - start) / steps * 1e3)
+    return found
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    rounds, steps, calls = (2, 1, 50) if quick else (9, 4, 1000)
+    found: Any = pl.launch(worker, rounds, steps, calls, workers=2)[0]
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    ratio = medians["hvd"] / medians["distribute"]
+    rows = [
+        ("1 KB all-reduce of the engine", f"{medians['engine']:.1f} us", ""),
+        ("hvd.allreduce of 1 KB, in order", f"{medians['in order']:.1f} us", "must 30, goal 10"),
+        ("out of order", f"{medians['out of order']:.1f} us", "must 500, goal 200"),
+        ("25 M MLP, pl.distribute", f"{medians['distribute']:.0f} ms", ""),
+        ("hvd.DistributedOptimizer", f"{medians['hvd']:.0f} ms", ""),
+        ("ratio", f"{ratio:.3f}", "must 1.15, goal 1.03"),
+    ]
+    for name, figure, wanted in rows:
+        print(f"{name:36} {figure:>12}   {wanted}")
+    write_json("frameworks", {"machine": machine(), "times": found, "medians": medians})
+
+
+if __name__ == "__main__":
+    main()

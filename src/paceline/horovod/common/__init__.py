@@ -1,0 +1,1 @@
+"""Names that scripts import from `horovod.common`."""
