@@ -36,7 +36,11 @@ def mean(tensors: Any) -> Any:
     if world_size() == 1 or not dense:
         return tensors
     group_for("tensorflow mean")  # here, where an error of setting up is raised as it is
-    results = tf.numpy_function(_mean, dense, [x.dtype for x in dense])
+    if tf.executing_eagerly():
+        arrays = [np.asarray(x.numpy(), x.dtype.as_numpy_dtype) for x in dense]
+        results = [tf.convert_to_tensor(array) for array in _mean(*arrays)]
+    else:
+        results = tf.numpy_function(_mean, dense, [x.dtype for x in dense])
     for place, x, result in zip(places, dense, results, strict=True):
         result.set_shape(x.shape)
         leaves[place] = result

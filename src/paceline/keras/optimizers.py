@@ -2,7 +2,8 @@
 
 Servers apply gradients themselves, with torch's optimizers. Those below compute what Keras' of the
 same name computes, up to where epsilon is added: Keras adds it before the bias correction (Adam) or
-under the root (RMSprop, Adagrad), torch after it.
+under the root (RMSprop, Adagrad), torch after it. With momentum a change of the learning rate acts
+on past gradients in torch, and only on new ones in Keras.
 """
 
 from __future__ import annotations
