@@ -57,12 +57,14 @@ def run_script(
     options: Sequence[str] = ("-n", "2"),
     env: Mapping[str, str] | None = None,
     python: Path = PYTHON,
+    cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of this directory as a job of `paceline run`; return how it ended."""
     command = [python, "-m", "paceline", "run", *options, HERE / script, *arguments]
     return subprocess.run(
         [str(word) for word in command],
         env=quiet_environ(**(env or {})),
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=280,

@@ -68,7 +68,8 @@ class JaxHost:
     def call(self, function: Function, inputs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
         from paceline.jax.host_call import host_call
 
-        return host_call(_Writing.of(function), list(inputs), like)
+        # Results of the same shapes may take the memory of the inputs.
+        return host_call(_Writing(function), inputs, None if like is inputs else like)
 
     def value_of(self, variable: Any) -> Any:
         return variable.value
@@ -93,10 +94,6 @@ class _Writing:
 
     def __init__(self, function: Function) -> None:
         self._function = function
-
-    @classmethod
-    def of(cls, function: Function) -> _Writing:
-        return cls(function)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Writing) and other._function == self._function
