@@ -53,7 +53,8 @@ device-test: $(STAMP)
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check 'ray[default,data]==2.60.*'
 	$(BIN)/python -c 'import pathlib, site; [p] = pathlib.Path(".venv-ray/lib").glob("python*/site-packages"); (p / "checkout.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")'
 
-# The frameworks need 3 GB. Their environment sees the packages of .venv first, so that torch is not installed twice.
+# The frameworks need 3 GB. Their environment sees the packages of .venv, so that torch is not installed twice. The
+# tests themselves run in .venv, and start their jobs there.
 FRAMEWORKS := .venv-frameworks/.installed
 $(FRAMEWORKS): bench/framework_runs/requirements.txt | $(STAMP)
 	[ -x .venv-frameworks/bin/python ] || $(BIN)/python -m venv .venv-frameworks
@@ -62,9 +63,9 @@ $(FRAMEWORKS): bench/framework_runs/requirements.txt | $(STAMP)
 	@touch $@
 
 frameworks-test: $(FRAMEWORKS)
-	.venv-frameworks/bin/python -m pytest -rs tests/frameworks $(ARGS)
+	$(BIN)/python -m pytest -rs tests/frameworks $(ARGS)
 
-CPP  := $(shell find cpp testing -name '*.cc' -o -name '*.h')
+CPP  := $(shell find cpp testing src/paceline/jax -name '*.cc' -o -name '*.h')
 # What the core is compiled with, for clang-tidy; the bindings need nanobind's headers and are left out.
 TIDY := -std=c++20 -Icpp $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mf16c -mpopcnt -msse4.2)
 

@@ -43,12 +43,10 @@ static PyObject* addresses(const Buffers& buffers, Address address) {
 
 static ffi::Error call(int64_t number, ffi::RemainingArgs inputs, ffi::RemainingRets outputs) {
   const PyGILState_STATE gil = PyGILState_Ensure();
-  PyObject* in = addresses(inputs, [](const auto& all, size_t i) {
-    return all.template get<ffi::AnyBuffer>(i)->untyped_data();
-  });
-  PyObject* out = addresses(outputs, [](const auto& all, size_t i) {
-    return (*all.template get<ffi::AnyBuffer>(i))->untyped_data();
-  });
+  PyObject* in =
+      addresses(inputs, [](const auto& all, size_t i) { return all.template get<ffi::AnyBuffer>(i)->untyped_data(); });
+  PyObject* out = addresses(
+      outputs, [](const auto& all, size_t i) { return (*all.template get<ffi::AnyBuffer>(i))->untyped_data(); });
   PyObject* done = PyObject_CallFunction(handler, "LNN", static_cast<long long>(number), in, out);
   const std::string error = done == nullptr ? take_error() : "";
   Py_XDECREF(done);
@@ -57,7 +55,4 @@ static ffi::Error call(int64_t number, ffi::RemainingArgs inputs, ffi::Remaining
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(paceline_host_call, call,
-                              ffi::Ffi::Bind()
-                                  .Attr<int64_t>("number")
-                                  .RemainingArgs()
-                                  .RemainingRets());
+                              ffi::Ffi::Bind().Attr<int64_t>("number").RemainingArgs().RemainingRets());
