@@ -8,6 +8,7 @@
 #                      make .venv-ray/bin/ray installs Ray for them, and make .venv-schemas/bin/kubernetes-validate
 #                      the schemas of Kubernetes (160 MB), each in an environment of its own
 #   make device-test  build the test device testing/laggard (minutes the first time), run its tests and tests/device
+#   make frameworks-test  install TensorFlow, Keras, JAX, Lightning, Transformers (3 GB) and test them
 #   make simulate  break simulated jobs, many of them (SEEDS=10000, minutes)
 #   make fuzz    give changed bytes to every decoder (SECONDS=10 for each; ARGS="--runs 10000000 frame_fuzz")
 #   make wheel   build dist/*.whl, install it in an empty environment, run a job (ARGS=--matrix: each Python)
@@ -21,7 +22,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test cluster-test device-test check docs chaos simulate fuzz fmt bench wheel clean
+.PHONY: demo test cluster-test device-test frameworks-test check docs chaos simulate fuzz fmt bench wheel clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -53,7 +54,19 @@ device-test: $(STAMP)
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check 'ray[default,data]==2.60.*'
 	$(BIN)/python -c 'import pathlib, site; [p] = pathlib.Path(".venv-ray/lib").glob("python*/site-packages"); (p / "checkout.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")'
 
-CPP  := $(shell find cpp testing -name '*.cc' -o -name '*.h')
+# The frameworks need 3 GB. Their environment sees the packages of .venv, so that torch is not installed twice. The
+# tests themselves run in .venv, and start their jobs there.
+FRAMEWORKS := .venv-frameworks/.installed
+$(FRAMEWORKS): bench/framework_runs/requirements.txt | $(STAMP)
+	[ -x .venv-frameworks/bin/python ] || $(BIN)/python -m venv .venv-frameworks
+	$(BIN)/python -c 'import pathlib, site; [p] = pathlib.Path(".venv-frameworks/lib").glob("python*/site-packages"); (p / "checkout.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")'
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r bench/framework_runs/requirements.txt
+	@touch $@
+
+frameworks-test: $(FRAMEWORKS)
+	$(BIN)/python -m pytest -rs tests/frameworks $(ARGS)
+
+CPP  := $(shell find cpp testing src/paceline/jax -name '*.cc' -o -name '*.h')
 # What the core is compiled with, for clang-tidy; the bindings need nanobind's headers and are left out.
 TIDY := -std=c++20 -Icpp $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mf16c -mpopcnt -msse4.2)
 

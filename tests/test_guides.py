@@ -47,6 +47,11 @@ SETUPS: dict[tuple[str, str], list[Setup]] = {
     ("docs/guides/from-horovod.md", "before native.py"): [],  # Horovod is not installed
     ("docs/guides/from-horovod.md", "after native.py"): [Setup(result=SAME)],
     ("docs/guides/ray.md", ""): [],  # Ray is not installed; tests/cluster/test_ray_function.py
+    # In another environment: tests/frameworks/test_guide.py runs them there.
+    **{
+        ("docs/guides/frameworks.md", f"train_{name}.py"): list[Setup]()
+        for name in ("keras", "tensorflow", "jax", "lightning", "accelerate")
+    },
     ("docs/guides/slow-networks.md", ""): [Setup(result="digest")],
     (MESH, ""): [
         Setup(env={"PACELINE_MESH": mesh}, without=left_out, result="float(loss)")

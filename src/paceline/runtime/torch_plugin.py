@@ -35,6 +35,21 @@ def register() -> None:
         return control_plane_rendezvous(url) or theirs(url, **options)
 
     handlers["env"] = meet
+    _stand_in_for_gloo()
+
+
+def _stand_in_for_gloo() -> None:
+    """With PACELINE_AS_GLOO=1, libraries that ask for gloo get our backend."""
+    from paceline.runtime.config import inherited_environ
+
+    asked = inherited_environ().get("PACELINE_AS_GLOO", "")
+    if asked in ("", "0"):
+        return
+    import torch.distributed as dist
+
+    from paceline.comm.torch.as_gloo import stand_in_for_gloo
+
+    stand_in_for_gloo(importlib.import_module("torch.distributed.distributed_c10d"), dist)
 
 
 def _create_group(options: Any, pg_options: Any) -> Any:
