@@ -230,6 +230,11 @@ def report(
 
 
 app.command(
+    context_settings={"allow_interspersed_args": False},
+    help="Measure a script and predict its step under every pace: which one, how many servers.",
+    epilog="Arguments after the script name are passed to the script.",
+)(planning_options.plan)
+app.command(
     help="Simulate a model on a cluster that you may not have: step times, waits, staleness,"
     " failures."
 )(planning_options.simulate)

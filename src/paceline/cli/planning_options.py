@@ -82,3 +82,56 @@ def simulate(
         plot,
     )  # fmt: skip
     raise typer.Exit(run_simulation(options))
+
+
+def plan(
+    script: Annotated[str, typer.Argument(help="The script to measure, as for `paceline run`.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Passed to the script.")] = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option("-n", "--workers", metavar="N", help="Workers here; default: the cores."),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts", metavar="HOST[:SLOTS],...", help="These hosts; their links are measured."
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="FILE", help="Hosts and links from a file."),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
+    ] = False,
+    paces: Annotated[
+        str | None,
+        typer.Option("--paces", metavar="PACE,...", help="Only these; default: all families."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="A saved profile instead of measuring."),
+    ] = None,
+    save_profile: Annotated[
+        Path | None,
+        typer.Option("--save-profile", metavar="FILE", help="Write the profile, for simulate."),
+    ] = None,
+    max_wire: Annotated[
+        str | None,
+        typer.Option(
+            "--max-wire", metavar="RATE", help="Only what sends at most this, such as 200mbit."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps to measure.")] = 12,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Run the recommendation; compare with the prediction.")
+    ] = False,
+    shows_all: Annotated[bool, typer.Option("--all", help="Print every candidate.")] = False,
+) -> None:
+    from paceline.cli.plan import PlanOptions, plan_job
+
+    options = PlanOptions(
+        script, tuple(arguments or ()), module, num_workers, hosts, cluster, paces, profile,
+        save_profile, max_wire, steps, apply, shows_all,
+    )  # fmt: skip
+    raise typer.Exit(plan_job(options))

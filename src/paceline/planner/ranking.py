@@ -1,8 +1,8 @@
 """The ranked plan: predictions of all candidates, the recommendation, and a reason for each.
 
-Rows are ordered by the time for a sample. The recommendation is the fastest row; a row that equals
-one process with the global batch is preferred if it is at most 5 % slower, because its loss is
-known. Candidates that do not fit into memory are listed with what is missing.
+Rows are ordered by the time for a sample. The recommendation is the fastest row whose effect on the
+loss is known; a row that equals one process with the global batch is preferred if it is at most 5 %
+slower. Candidates that do not fit into memory are listed with what is missing.
 """
 
 from __future__ import annotations
@@ -174,10 +174,12 @@ def _within_budget(
 
 
 def _recommended(rows: Sequence[PlanRow]) -> PlanRow:
-    fastest = rows[0]
-    known = [row for row in rows if row.candidate.is_exact]
+    known = [row for row in rows if row.cost.source != "unknown"] or list(rows)
+    fastest = known[0]
     for row in known:
-        if fastest.prediction.samples_per_s <= row.prediction.samples_per_s * _PREFER_EXACT:
+        if fastest.prediction.samples_per_s <= row.prediction.samples_per_s * _PREFER_EXACT and (
+            row.candidate.is_exact
+        ):
             return row
     return fastest
 

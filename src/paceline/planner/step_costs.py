@@ -304,7 +304,11 @@ class _Ways:
             compute_s,
             tail_s=moving_s + self.constants.step_s,
             sent_bytes=sent if is_between else 0.0,
-            memory_bytes=profile.state_bytes / k + activations,
+            # The rest of a process (interpreter, libraries) is not divided.
+            memory_bytes=max(
+                profile.memory_bytes - profile.state_bytes * (1 - 1 / k),
+                profile.state_bytes / k + activations,
+            ),
             data_share=1.0 if axis == "fsdp" else 1 / k,
             busy_s=self.busy(link_s=moving_s if is_between else 0.0, cpu_s=0.0),
         )

@@ -119,7 +119,8 @@ def test_a_plan_prefers_exact_and_says_what_it_does_not_know():
     costs = {row.candidate.label: row.cost.source for row in slow.rows}
     assert costs["allreduce"] == "exact" and costs["local:8"] == "table"
     assert costs["diloco:500"] == costs["local:8[compress=int8]"] == "unknown"
-    assert slow.rows[0].candidate.label == slow.best.candidate.label == "diloco:500"
+    assert slow.rows[0].candidate.label == "diloco:500"  # the fastest, but its loss is unknown
+    assert slow.best.cost.source == "table"
     assert all(
         row.prediction.low_s < row.prediction.step_s < row.prediction.high_s for row in slow.rows
     )
