@@ -1,7 +1,7 @@
 """A plot of several named lines over a logarithmic axis, as an SVG file of its own.
 
 The elements are those of canvas.py. The page of a run has its colours in report.css; a file that
-stands alone brings its own, light and dark.
+stands alone brings its own.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.observe.report.canvas import (
 _WIDTH, _HEIGHT = 760, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 540, 44, 350
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2609a", "#c98a00", "#3ba3df", "#7c5cb5", "#707784")
-_STYLE = (
-    "<style>text{font:13px system-ui,sans-serif;fill:#1b2130}.t{font-weight:600;font-size:15px}"
-    ".s{fill:#5a6376}line.g{stroke:#e4e7ed}line.a{stroke:#5a6376}polyline{fill:none;stroke-width:2}"
-    + "".join(
-        f".c{at}{{stroke:{colour}}}circle.c{at},text.c{at}{{fill:{colour};stroke:none}}"
-        for at, colour in enumerate(_COLOURS)
-    )
-    + "</style>"
-)
+_INK, _SOFT, _GRID = "#1b2130", "#5a6376", "#e4e7ed"
+
+
+def _group(parts: Sequence[str], **attributes: str) -> str:
+    """Return elements with attributes, which every viewer understands; some ignore CSS."""
+    named = " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    return f"<g {named}>{''.join(parts)}</g>"
+
+
 Points = Sequence[tuple[float, float]]
 
 
@@ -44,33 +44,47 @@ def family_plot(
     x = AxisScale(low_x, high_x, _LEFT, _RIGHT, is_log=True)
     low_y = min(ys) / 1.2 if is_log_y else 0.0
     y = AxisScale(low_y, max(ys) * (1.2 if is_log_y else 1.08) or 1.0, _BOTTOM, _TOP, is_log_y)
-    parts = ['<rect width="100%" height="100%" fill="#fff"/>', _STYLE]
-    parts.append(text(_LEFT, 20, escaped(title, 90), "t"))
+    grid, axis = [], [line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")]
+    labels = [text(_LEFT, _TOP - 8, escaped(y_label))]
     for value, label in y.ticks(5):
-        parts.append(line(_LEFT, y.at(value), _RIGHT, y.at(value), "g"))
-        parts.append(text(_LEFT - 8, y.at(value) + 4, label, "s", "end"))
+        grid.append(line(_LEFT, y.at(value), _RIGHT, y.at(value), "grid"))
+        labels.append(text(_LEFT - 8, y.at(value) + 4, label, "", "end"))
     for value in sorted(set(xs)):
-        parts.append(line(x.at(value), _BOTTOM, x.at(value), _BOTTOM + 5, "a"))
-        parts.append(text(x.at(value), _BOTTOM + 20, f"{value:,.6g}", "s", "middle"))
-    parts.append(line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "a"))
-    parts.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 10, escaped(x_label), "s", "middle"))
-    parts.append(text(_LEFT, _TOP - 8, escaped(y_label), "s"))
-    parts += _lines(lines, x, y)
+        axis.append(line(x.at(value), _BOTTOM, x.at(value), _BOTTOM + 5, "axis"))
+        labels.append(text(x.at(value), _BOTTOM + 20, f"{value:,.6g}", "", "middle"))
+    labels.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 10, escaped(x_label), "", "middle"))
+    title_text = text(_LEFT, 20, escaped(title, 90))
+    inside = [
+        _group([title_text], fill=_INK, font_size="15", font_weight="600"),
+        _group(grid, stroke=_GRID),
+        _group(axis, stroke=_SOFT),
+        _group(labels, fill=_SOFT),
+        *_lines(lines, x, y),
+    ]
+    font = "system-ui, Helvetica, sans-serif"
+    parts = [
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        _group(inside, font_family=font, font_size="13"),
+    ]
     drawn = svg(_WIDTH, _HEIGHT, escaped(title, 90), escaped(", ".join(lines), 200), parts)
-    return drawn.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" ', 1)
+    return drawn.replace(
+        "<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" ', 1
+    )
 
 
 def _lines(lines: Mapping[str, Points], x: AxisScale, y: AxisScale) -> list[str]:
     parts: list[str] = []
-    ends: list[tuple[float, int, str]] = []
+    ends: list[tuple[float, str, str]] = []
     for at, (name, points) in enumerate(lines.items()):
-        css = f"c{at % len(_COLOURS)}"
+        colour = _COLOURS[at % len(_COLOURS)]
         placed = [(x.at(a), y.at(b)) for a, b in sorted(points)]
-        parts.append(polyline(placed, css))
-        parts += [polyline([point], css) for point in placed]
-        ends.append((placed[-1][1], at, name))
+        if len(placed) > 1:
+            drawn = [polyline(placed, "line")]
+            parts.append(_group(drawn, fill="none", stroke=colour, stroke_width="2"))
+        parts.append(_group([polyline([point], "dot") for point in placed], fill=colour))
+        ends.append((placed[-1][1], colour, name))
     below = 0.0
-    for height, at, name in sorted(ends):  # labels keep a distance of one line
+    for height, colour, name in sorted(ends):  # labels keep a distance of one line
         below = max(height + 4, below + 16)
-        parts.append(text(_RIGHT + 12, below, escaped(name, 32), f"c{at % len(_COLOURS)}"))
+        parts.append(_group([text(_RIGHT + 12, below, escaped(name, 32))], fill=colour))
     return parts
