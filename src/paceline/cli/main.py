@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from paceline.cli import checkpoint, run_options
+from paceline.cli import checkpoint, planning_options, run_options
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -227,6 +227,17 @@ def report(
     path = directory / REPORT_FILE if output is None else output
     write(render(read_run(directory)), path)
     typer.echo(path)
+
+
+app.command(
+    context_settings={"allow_interspersed_args": False},
+    help="Measure a script and predict its step under every pace: which one, how many servers.",
+    epilog="Arguments after the script name are passed to the script.",
+)(planning_options.plan)
+app.command(
+    help="Simulate a model on a cluster that you may not have: step times, waits, staleness,"
+    " failures."
+)(planning_options.simulate)
 
 
 @app.command(help="List the paces and codecs with their options, defaults and meanings.")

@@ -215,6 +215,8 @@ class Training:
         return replaced
 
     def _on_output_grad(self, grad: torch.Tensor) -> None:  # noqa: ARG002
+        if tracer.on:
+            tracer.mark("backward", time.monotonic())
         self.reducer.begin_backward()
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -1,0 +1,207 @@
+"""The planner's predictions beside measurements: step times, intervals, rank order, regret.
+
+    sudo python bench/planner.py --seconds 280      measure the next part; again until all is done
+    python bench/planner.py --report                tables from what has been measured so far
+    python bench/planner.py --fit                   constants from the calibration configurations
+
+bench/planner_runs/split.json fixes the configurations, and which of them calibrate: it was written
+before anything was measured. Each worker has a network namespace of its own, a link shaped with
+tbf, and a server beside it. Results are kept in bench/planner_runs/measured.json after each job, so
+that the measurement can be stopped and resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from harness.namespaces import can_shape
+from harness.report import machine
+from harness.switch import Switch
+from pace_runs.jobs import _end, on_hosts
+from planner_runs import score
+
+from paceline.cli.plan import copy_bytes_per_s
+from paceline.cli.profiling import measure_script
+
+RUNS = Path(__file__).resolve().parent / "planner_runs"
+TRAIN = RUNS / "train.py"
+MEASURED = RUNS / "measured.json"
+_JOB_S = 150.0  # a job that takes longer has failed
+_TURN_S = 3.0
+
+State = dict[str, Any]
+
+
+def load() -> tuple[list[Mapping[str, Any]], State]:
+    configs = json.loads((RUNS / "split.json").read_text(encoding="utf-8"))["configurations"]
+    empty: State = {"profiles": {}, "links": {}, "measured": {}, "failed": {}, "cores": 2}
+    if MEASURED.is_file():
+        return configs, json.loads(MEASURED.read_text(encoding="utf-8"))
+    return configs, empty
+
+
+def keep(state: State) -> None:
+    text = json.dumps(state, indent=1, sort_keys=True)
+    MEASURED.write_text(text + "\n", encoding="utf-8")
+
+
+def measure(seconds: float) -> None:
+    """Measure what is missing, job by job, until the time is used up."""
+    configs, state = load()
+    until_s = time.monotonic() + seconds
+    scratch = Path(tempfile.mkdtemp(prefix="planner-"))
+    try:
+        if "copy_bytes_per_s" not in state:
+            state.update(copy_bytes_per_s=copy_bytes_per_s(), cores=os.cpu_count())
+            state["machine"] = machine()
+            keep(state)
+        settings = sorted({(c["model"], c["workers"], c["link_mbit"]) for c in configs})
+        for model, workers, link in settings:
+            if time.monotonic() > until_s:
+                break
+            _measure_setting(configs, state, scratch, model, workers, link)
+            keep(state)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    done = sum(one["id"] in state["measured"] for one in configs)
+    print(f"{done} of {len(configs)} configurations are measured", flush=True)
+
+
+def _measure_setting(
+    configs: Sequence[Mapping[str, Any]],
+    state: State,
+    scratch: Path,
+    model: str,
+    workers: int,
+    link: int,
+) -> None:
+    wanted = [
+        one
+        for one in configs
+        if (one["model"], one["workers"], one["link_mbit"]) == (model, workers, link)
+        and one["id"] not in {**state["measured"], **state["failed"]}
+    ]
+    if not wanted:
+        return
+    key = f"{model} {workers}"
+    if key not in state["profiles"]:
+        os.environ["PYTHONPATH"] = str(TRAIN.parent.parent)
+        copies = scratch / key.replace(" ", "-")
+        found = measure_script([str(TRAIN), model], copies, copies=workers, threads=1)
+        state["profiles"][key] = msgspec.to_builtins(found)
+        print(f"profile of {key}: {found.compute_s * 1e3:.1f} ms", flush=True)
+        keep(state)
+    profile = state["profiles"][key]
+    compute_s = profile["forward_s"] + profile["backward_s"]
+    with Switch(workers) as switch:
+        if link:
+            switch.shape(link)
+        if str(link) not in state["links"]:
+            _probe(switch, state, scratch, link)
+        # Jobs with servers and without: a pace without servers must not have idle ones beside it.
+        for has_servers in (False, True):
+            jobs = [
+                {**one, "compute_s": compute_s, "turn_s": _TURN_S}
+                for one in wanted
+                if (one["pace"].split(":")[0] in ("ps", "ssp", "async")) == has_servers
+            ]
+            if jobs:
+                _run(switch, scratch, state, model, jobs, workers if has_servers else 0)
+
+
+def _probe(switch: Switch, state: State, scratch: Path, link: int) -> None:
+    out = scratch / f"link-{link}.json"
+    _finish(
+        on_hosts(switch, scratch, 0)(["-m", "paceline.cli.link_probe", str(out)], _log(scratch))
+    )
+    first = json.loads(out.read_text(encoding="utf-8"))[0]
+    state["links"][str(link)] = first[2:4]
+    print(f"link {link or 'unshaped'}: {first[2] * 8e-6:.0f} Mbit/s, {first[3] * 1e6:.0f} us")
+
+
+def _run(
+    switch: Switch,
+    scratch: Path,
+    state: State,
+    model: str,
+    jobs: Sequence[Mapping[str, Any]],
+    servers: int,
+) -> None:
+    plan, out = scratch / "plan", scratch / "out"
+    plan.write_text("".join(json.dumps(job) + "\n" for job in jobs), encoding="utf-8")
+    out.unlink(missing_ok=True)
+    arguments = [str(TRAIN), model, str(plan), str(out)]
+    problem = _finish(on_hosts(switch, scratch, servers)(arguments, _log(scratch)))
+    lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
+    for line in lines:
+        found = json.loads(line)
+        state["measured"][found["id"]] = found
+        print(f"  {found['id']:60} {found['step_s'] * 1e3:9.1f} ms", flush=True)
+    if problem and len(lines) < len(jobs):
+        failed = jobs[len(lines)]["id"]
+        printed = _log(scratch).read_text(encoding="utf-8", errors="replace")[-1500:]
+        state["failed"][failed] = problem
+        print(f"  {failed}: {problem}\n{printed}", flush=True)
+
+
+def _log(scratch: Path) -> Path:
+    return scratch / "log"
+
+
+def _finish(processes: Sequence[Any]) -> str:
+    """Wait for the workers of a job; return what went wrong."""
+    give_up_s = time.monotonic() + _JOB_S
+    try:
+        while any(one.poll() is None for one in processes):
+            if any(one.poll() for one in processes):
+                return "a process failed"
+            if time.monotonic() > give_up_s:
+                return f"no end after {_JOB_S:.0f} s"
+            time.sleep(0.05)
+        return "a process failed" if any(one.returncode for one in processes) else ""
+    finally:
+        _end(processes)
+
+
+def show(fits: bool) -> None:
+    """Print the constants and both tables."""
+    configs, state = load()
+    constants, wire = score.fit(configs, state)
+    if fits:
+        print(constants, f"wire_cpu_s_per_byte={wire:g}")
+    for use in ("calibration", "held-out"):
+        chosen = [one for one in configs if one["use"] == use]
+        print(score.report(score.score(chosen, state, constants, wire), f"{use} configurations"))
+    missing = [one["id"] for one in configs if one["id"] not in state["measured"]]
+    print(f"\nnot measured: {len(missing)} of {len(configs)}")
+    every = score.score(configs, state, constants, wire)
+    print(score.report(every, "all configurations").split("\n", 2)[2].splitlines()[-1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=280.0, help="start no job after this")
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--fit", action="store_true")
+    options = parser.parse_args()
+    if options.report or options.fit:
+        show(options.fit)
+        return
+    if why := can_shape():
+        raise SystemExit(f"planner: links cannot be shaped here: {why}")
+    measure(options.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What bench/planner.py runs and computes."""

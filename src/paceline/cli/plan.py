@@ -1,0 +1,262 @@
+"""`paceline plan`: measures a script and the links, ranks all paces, and can run the best."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from paceline.cli.profiling import measure_script
+from paceline.cli.simulate import split_paces
+from paceline.errors import ConfigError, UsageError
+from paceline.launcher.hosts.host_list import HostSlots, parse_hosts
+from paceline.planner.cluster import Cluster, Host, local_cluster, read_cluster, with_links
+from paceline.planner.measured_profile import timed_steps
+from paceline.planner.profile import ModelProfile, read_profile, write_profile
+from paceline.planner.quantities import Link, parse_rate
+from paceline.planner.ranking import Plan, PlanRow, make_plan
+from paceline.planner.text_table import text_table
+from paceline.runtime.console import say
+from paceline.runtime.formatting import data_size, percent, rate, short_duration, short_number
+from paceline.runtime.machine import memory, usable_cores
+
+_PROBED_BYTES = 64 << 20
+_SHOWN = 12  # rows; --all shows the others
+
+
+class PlanOptions(msgspec.Struct, frozen=True):
+    """The options as typed."""
+
+    script: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    num_workers: int | None
+    hosts: str | None
+    cluster: Path | None
+    paces: str | None
+    profile: Path | None
+    save_profile: Path | None
+    max_wire: str | None
+    steps: int
+    apply: bool
+    shows_all: bool
+
+    @property
+    def target(self) -> list[str]:
+        """The script as the words of a command."""
+        return [*(["-m"] if self.is_module else []), self.script, *self.arguments]
+
+
+def plan_job(options: PlanOptions) -> int:
+    """Measure, predict, print; with --apply run the recommendation and compare."""
+    begin_s = time.monotonic()
+    if not options.is_module and not Path(options.script).is_file():
+        raise ConfigError(f"there is no script {options.script!r}; name a Python file")
+    if sum(one is not None for one in (options.num_workers, options.hosts, options.cluster)) > 1:
+        raise ConfigError("-n, --hosts and --cluster say where the job runs; give one of them")
+    if options.steps < 3:
+        raise ConfigError(f"--steps {options.steps}: at least 3 steps must be measured")
+    max_wire = None if options.max_wire is None else parse_rate(options.max_wire, "--max-wire")
+    paces = [] if options.paces is None else split_paces(options.paces)
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-plan-"))
+    try:
+        cluster, bandwidth_cv = _cluster(options, scratch)
+        profile, copies = _profile(options, cluster, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if options.save_profile is not None:
+        write_profile(profile, options.save_profile)
+    plan = make_plan(
+        profile,
+        cluster,
+        paces=paces,
+        copies=copies,
+        bandwidth_cv=bandwidth_cv,
+        max_wire_bytes_per_s=max_wire,
+    )
+    _print_plan(plan, profile, cluster, options, time.monotonic() - begin_s)
+    return _apply(plan.best, profile, cluster, options) if options.apply else 0
+
+
+# -- what is there ----------------------------------------------------------------------------
+
+
+def _cluster(options: PlanOptions, scratch: Path) -> tuple[Cluster, float]:
+    """Return the hosts with measured rates, and the relative error of the links."""
+    copy_rate = copy_bytes_per_s()
+    if options.cluster is not None:
+        found = read_cluster(options.cluster)
+        return msgspec.structs.replace(found, copy_bytes_per_s=copy_rate), 0.0
+    here = memory()
+    limits = (here.limit_bytes, here.total_bytes)
+    limit = min((one for one in limits if one is not None), default=0)
+    if options.hosts is None:
+        found = local_cluster(options.num_workers or usable_cores(), usable_cores(), limit)
+        return msgspec.structs.replace(found, copy_bytes_per_s=copy_rate), 0.0
+    listed = parse_hosts(options.hosts)
+    # The other hosts are taken to be like this one.
+    hosts = tuple(Host(one.name, usable_cores(), limit, one.slots) for one in listed)
+    found = Cluster(hosts, copy_bytes_per_s=copy_rate)
+    if len(hosts) < 2:
+        return found, 0.0
+    links, error = probe_links(listed, scratch)
+    return with_links(found, links), error
+
+
+def copy_bytes_per_s() -> float:
+    """Return how many bytes one core copies in a second, of blocks that fit into no cache."""
+    source, target = np.ones(_PROBED_BYTES, np.uint8), np.zeros(_PROBED_BYTES, np.uint8)
+    times = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start_s)
+    return _PROBED_BYTES / min(times)
+
+
+def probe_links(
+    hosts: Sequence[HostSlots], scratch: Path
+) -> tuple[dict[tuple[str, str], Link], float]:
+    """Measure the links of all pairs with a job of one worker on each host."""
+    say(f"measuring the links between {len(hosts)} hosts")
+    target = scratch / "links.json"
+    names = ",".join(str(replace(one, slots=1)) for one in hosts)
+    command = [sys.executable, "-m", "paceline", "run", "-n", str(len(hosts)), "--hosts", names]
+    command += ["--log-dir", "none", "-m", "paceline.cli.link_probe", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not target.is_file():
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise UsageError(f"the links could not be measured:\n{last}")
+    found = json.loads(target.read_text(encoding="utf-8"))
+    links = {
+        (hosts[int(low)].name, hosts[int(high)].name): Link(bandwidth, latency_s)
+        for low, high, bandwidth, latency_s, _ in found
+    }
+    return links, statistics.fmean(spread for *_, spread in found)
+
+
+def _profile(options: PlanOptions, cluster: Cluster, scratch: Path) -> tuple[ModelProfile, int]:
+    """Return the profile, and how many copies were measured at once."""
+    if options.profile is not None:
+        return read_profile(options.profile), 1
+    copies = min(cluster.most_workers, max(1, usable_cores() * 2))
+    threads = max(1, usable_cores() // copies)
+    say(f"measuring {options.script}: {copies} cop{'ies' if copies > 1 else 'y'} at once")
+    profile = measure_script(
+        options.target, scratch, copies=copies, threads=threads, steps=options.steps
+    )
+    return profile, copies
+
+
+# -- what is printed ----------------------------------------------------------------------------
+
+
+def _print_plan(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, options: PlanOptions, took_s: float
+) -> None:
+    parts = [("input", profile.input_s), ("forward", profile.forward_s)]
+    parts += [("backward", profile.backward_s), ("optimizer", profile.optimizer_s)]
+    lines = [
+        f"{profile.name}: {data_size(profile.parameters_bytes)} of gradients in"
+        f" {len(profile.buckets)} buckets, {profile.batch} samples; a step computes"
+        f" {short_duration(profile.compute_s)} (sd {percent(profile.cv)}): "
+        + ", ".join(f"{name} {short_duration(time_s)}" for name, time_s in parts),
+        f"{cluster.num_workers} workers on {cluster.num_hosts}"
+        f" host{'s' * (cluster.num_hosts > 1)}, {cluster.hosts[0].cores} cores each"
+        + (f", slowest link {cluster.slowest_link().text}" if cluster.num_hosts > 1 else ""),
+        "",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    header = ("", "pace", "step (90 %)", "samples/s", "sent/step", "memory", "staleness", "limit",
+              "loss", "")  # fmt: skip
+    shown = plan.rows if options.shows_all else plan.rows[:_SHOWN]
+    rows = [_cells(row, is_best=row is plan.best) for row in shown]
+    sys.stdout.write(text_table(header, rows, left=2))
+    if len(plan.rows) > len(shown):
+        sys.stdout.write(f"  and {len(plan.rows) - len(shown)} slower ones: --all shows them\n")
+    for one, missing in plan.too_large:
+        sys.stdout.write(f"  {one.label} does not fit: {data_size(missing)} are missing\n")
+    if plan.servers is not None:
+        count = plan.servers.count
+        sys.stdout.write(
+            f"\nservers: {count} for {cluster.num_workers} workers: {plan.servers.derivation}\n"
+        )
+    where = f"--hosts {options.hosts}" if options.hosts else ""
+    command = plan.best.candidate.command(cluster.num_workers, where, " ".join(options.target))
+    sys.stdout.write(
+        f"\nrecommended: {command}\n"
+        "loss: exact = equals one process with the global batch; table = our two tasks, see"
+        " docs/choosing-a-pace.md; unknown = measure it with your model\n"
+        f"planned in {short_duration(took_s)}\n"
+    )
+    sys.stdout.flush()
+
+
+def _cells(row: PlanRow, *, is_best: bool) -> list[str]:
+    one = row.prediction
+    return [
+        "*" if is_best else "",
+        one.candidate.label,
+        f"{short_duration(one.step_s)} ({_bare(one.low_s)}-{short_duration(one.high_s)})",
+        rate(one.samples_per_s),
+        data_size(one.sent_bytes),
+        data_size(one.memory_bytes),
+        short_number(one.staleness) if one.staleness else "-",
+        one.limit,
+        str(row.cost),
+        row.reason,
+    ]
+
+
+def _bare(time_s: float) -> str:
+    return short_duration(time_s).replace(" ", "")
+
+
+# -- running it ---------------------------------------------------------------------------------
+
+
+def _apply(best: PlanRow, profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> int:
+    """Run the recommendation, then set predicted and measured side by side."""
+    if options.cluster is not None:
+        raise ConfigError("--apply runs on this machine or with --hosts; a cluster file is a wish")
+    one = best.candidate
+    directory = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+    command = [sys.executable, "-m", "paceline", "run", "--log-dir", str(directory)]
+    command += ["--mesh", one.mesh] if one.mesh else ["-n", str(cluster.num_workers)]
+    if options.hosts:
+        command += ["--hosts", options.hosts]
+    else:
+        command += ["--threads-per-worker", str(profile.threads)]
+    if one.is_colocated or one.num_servers:
+        command += ["-s", "colocated" if one.is_colocated else str(one.num_servers)]
+    command += ["--pace", str(one.pace), *options.target]
+    code = subprocess.run(command, check=False).returncode
+    _print_comparison(best, directory)
+    return code
+
+
+def _print_comparison(best: PlanRow, directory: Path) -> None:
+    steps = [
+        step.took_s for times in timed_steps(directory).values() for step in times if step.step > 3
+    ]
+    if not steps:
+        sys.stdout.write("predicted and measured: the run has no timed steps\n")
+        return
+    one, found = best.prediction, statistics.fmean(steps)
+    inside = "inside" if one.low_s <= found <= one.high_s else "outside"
+    sys.stdout.write(
+        f"{one.candidate.label}: predicted {short_duration(one.step_s)}"
+        f" ({_bare(one.low_s)}-{short_duration(one.high_s)}), measured"
+        f" {short_duration(found)} over {len(steps)} steps: {found / one.step_s - 1:+.0%},"
+        f" {inside} the interval; record in {directory}\n"
+    )

@@ -1,0 +1,90 @@
+"""A plot of several named lines over a logarithmic axis, as an SVG file of its own.
+
+The elements are those of canvas.py. The page of a run has its colours in report.css; a file that
+stands alone brings its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.observe.report.canvas import (
+    AxisScale,
+    escaped,
+    line,
+    polyline,
+    svg,
+    text,
+)
+
+_WIDTH, _HEIGHT = 760, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 540, 44, 350
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2609a", "#c98a00", "#3ba3df", "#7c5cb5", "#707784")
+_INK, _SOFT, _GRID = "#1b2130", "#5a6376", "#e4e7ed"
+
+
+def _group(parts: Sequence[str], **attributes: str) -> str:
+    """Return elements with attributes, which every viewer understands; some ignore CSS."""
+    named = " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    return f"<g {named}>{''.join(parts)}</g>"
+
+
+Points = Sequence[tuple[float, float]]
+
+
+def family_plot(
+    lines: Mapping[str, Points], *, title: str, x_label: str, y_label: str, is_log_y: bool = False
+) -> str:
+    """Return an SVG file with one line for each name; x is logarithmic."""
+    xs = [x for points in lines.values() for x, _ in points]
+    ys = [y for points in lines.values() for _, y in points]
+    low_x, high_x = min(xs), max(xs)
+    if low_x == high_x:
+        low_x, high_x = low_x / 2, high_x * 2
+    x = AxisScale(low_x, high_x, _LEFT, _RIGHT, is_log=True)
+    low_y = min(ys) / 1.2 if is_log_y else 0.0
+    y = AxisScale(low_y, max(ys) * (1.2 if is_log_y else 1.08) or 1.0, _BOTTOM, _TOP, is_log_y)
+    grid, axis = [], [line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")]
+    labels = [text(_LEFT, _TOP - 8, escaped(y_label))]
+    for value, label in y.ticks(5):
+        grid.append(line(_LEFT, y.at(value), _RIGHT, y.at(value), "grid"))
+        labels.append(text(_LEFT - 8, y.at(value) + 4, label, "", "end"))
+    for value in sorted(set(xs)):
+        axis.append(line(x.at(value), _BOTTOM, x.at(value), _BOTTOM + 5, "axis"))
+        labels.append(text(x.at(value), _BOTTOM + 20, f"{value:,.6g}", "", "middle"))
+    labels.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 10, escaped(x_label), "", "middle"))
+    title_text = text(_LEFT, 20, escaped(title, 90))
+    inside = [
+        _group([title_text], fill=_INK, font_size="15", font_weight="600"),
+        _group(grid, stroke=_GRID),
+        _group(axis, stroke=_SOFT),
+        _group(labels, fill=_SOFT),
+        *_lines(lines, x, y),
+    ]
+    font = "system-ui, Helvetica, sans-serif"
+    parts = [
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        _group(inside, font_family=font, font_size="13"),
+    ]
+    drawn = svg(_WIDTH, _HEIGHT, escaped(title, 90), escaped(", ".join(lines), 200), parts)
+    return drawn.replace(
+        "<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" ', 1
+    )
+
+
+def _lines(lines: Mapping[str, Points], x: AxisScale, y: AxisScale) -> list[str]:
+    parts: list[str] = []
+    ends: list[tuple[float, str, str]] = []
+    for at, (name, points) in enumerate(lines.items()):
+        colour = _COLOURS[at % len(_COLOURS)]
+        placed = [(x.at(a), y.at(b)) for a, b in sorted(points)]
+        if len(placed) > 1:
+            drawn = [polyline(placed, "line")]
+            parts.append(_group(drawn, fill="none", stroke=colour, stroke_width="2"))
+        parts.append(_group([polyline([point], "dot") for point in placed], fill=colour))
+        ends.append((placed[-1][1], colour, name))
+    below = 0.0
+    for height, colour, name in sorted(ends):  # labels keep a distance of one line
+        below = max(height + 4, below + 16)
+        parts.append(_group([text(_RIGHT + 12, below, escaped(name, 32))], fill=colour))
+    return parts
