@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -87,8 +88,8 @@ def _bandwidth(device: torch.device) -> None:
     for name, host in memory.items():
         if host is None:
             continue
-        out_s = elapsed_s(device, lambda host=host: host.copy_(there, non_blocking=True))
-        in_s = elapsed_s(device, lambda host=host: there.copy_(host, non_blocking=True))
+        out_s = elapsed_s(device, partial(host.copy_, there, non_blocking=True))
+        in_s = elapsed_s(device, partial(there.copy_, host, non_blocking=True))
         rates = [f"{_COPY_BYTES / seconds / 1e9:.1f} GB/s" for seconds in (out_s, in_s)]
         line(f"copies, {name}", f"{rates[0]} to the host, {rates[1]} to the device")
 

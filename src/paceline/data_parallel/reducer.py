@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -90,8 +90,8 @@ class Reducer:
             self.buckets.append(bucket)
             for slot in bucket.slots:
                 self._slots.append(slot)
-                on_ready = slot.make_hook(self._on_grad_ready, self._submit_full)
-                self._hooks.append(slot.param.register_post_accumulate_grad_hook(on_ready))
+                hook = slot.param.register_post_accumulate_grad_hook(self._hook_of(slot))
+                self._hooks.append(hook)
                 self._results.append((slot.param, slot.averaged))
         for named in sparse:
             self.sparse.parameters.append(named)
@@ -156,6 +156,9 @@ class Reducer:
             bucket.is_open = is_plain
             if bucket.streams is not None:
                 bucket.streams.refuse_capture(self._group.rank)
+
+    def _hook_of(self, slot: ParamSlot) -> Callable[[torch.nn.Parameter], None]:
+        return slot.make_hook(self._on_grad_ready, self._submit_full)
 
     def _is_exchanged(self) -> bool:
         """Return whether a gradient that has just arrived is exchanged in this pass."""
