@@ -243,20 +243,31 @@ def refusals(rank: int, here: str) -> None:
 
 def out_of_memory(rank: int, here: str) -> None:
     """One worker's device is full: both say so, and nothing is left behind."""
-    model = nn.Linear(1 << 14, 1 << 12, device=here)  # 256 MB
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600)).to(here)
     opt = torch.optim.SGD(model.parameters(), 0.1)
-    filler = []
-    if rank == 1:
-        free = (1 << 33) - torch.accelerator.memory_allocated() - (300 << 20)
-        filler.append(torch.empty(free, dtype=torch.uint8, device=here))
+    zeros = torch.zeros
+
+    def zeros_while_there_is_memory(*shape: Any, **kind: Any) -> torch.Tensor:
+        """Fail as a device does, without filling one: for the second bucket."""
+        if rank == 1 and kind.get("device") == torch.device(here) and len(made) == 5:
+            raise torch.OutOfMemoryError(f"{here} is out of memory: tried to allocate {shape}")
+        made.append(shape)
+        return zeros(*shape, **kind)
+
     gc.collect()  # earlier models
-    used = torch.accelerator.memory_allocated()
-    with pytest.raises(DeviceMemoryError, match="rank 1: laggard:1 has too little memory"):
-        pl.distribute(model, opt)
+    used, made = torch.accelerator.memory_allocated(), list[Any]()
+    torch.zeros = zeros_while_there_is_memory
+    try:
+        with pytest.raises(DeviceMemoryError, match="rank 1: laggard:1 has too little memory"):
+            pl.distribute(model, opt, bucket_mb=1, nonfinite="raise")
+    finally:
+        torch.zeros = zeros
+    assert len(made) >= 5  # one bucket was there
+    made.clear()
     found = torch.accelerator.memory_allocated()
     assert found == used, (found, used)
     assert "step" not in vars(opt)  # the optimizer is plain, and the model has no hooks
-    assert not model.weight._post_accumulate_grad_hooks
+    assert not model[0].weight._post_accumulate_grad_hooks
     smaller = Net().to(here)
     pl.distribute(smaller, torch.optim.SGD(smaller.parameters(), 0.1), unused="ignore")
     smaller(batch(rank, 0).to(here)).sum().backward()

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.devices import is_on_device
 from paceline.data_parallel.direct_gradients import is_going_to_accumulate
 
-_scale: float | torch.Tensor = 1.0  # a tensor if the loss is on a device: nobody waits for it
+_scale: float | torch.Tensor = 1.0  # a tensor if the loss is on a device: no wait for it
 _are_scaled = False
 _all: weakref.WeakSet[Weighting] = weakref.WeakSet()
 

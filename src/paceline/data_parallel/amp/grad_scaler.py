@@ -26,8 +26,8 @@ the end of backward:
 
 Gradients are unscaled by then (weighting.py), so that workers may have different scales.
 
-ON A DEVICE the scale and what was found stay there. Where all workers have the same averages nobody
-waits for the device in `unscale_`; `step` waits once, as torch's does, and not at all for an
+ON A DEVICE the scale and what was found stay there. Where all workers have the same averages,
+`unscale_` does not wait for the device; `step` waits once, as torch's does, and not at all for an
 optimizer that skips by itself (fused=True).
 """
 

@@ -41,7 +41,7 @@ class OnDevice:
 
 
 class _Mean:
-    """A sum on its way, divided when somebody waits for it."""
+    """A sum on its way, divided when its wait ends."""
 
     def __init__(self, work: Any, memory: Tensor, size: int) -> None:
         self._work, self._memory, self._size = work, memory, size
