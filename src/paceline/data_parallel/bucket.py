@@ -212,7 +212,7 @@ class Bucket:
     ) -> None:
         segments, size = lay_out(parameters)
         dtype = parameters[0].param.dtype
-        self.index = index
+        self.index, self.size, self.dtype = index, size, dtype
         self.label = f"bucket {index} ({parameters[0].name} .. {parameters[-1].name})"
         grads = allocate(size, dtype)
         self.grads = (grads.shared if isinstance(grads, HostTensor) else grads).zero_()

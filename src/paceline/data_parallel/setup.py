@@ -37,7 +37,7 @@ from paceline.pace.hierarchical import HostFirst
 from paceline.pace.method import Method, Setting, make_method
 from paceline.pace.parse import PaceSpec
 from paceline.pace.registry import needs_servers
-from paceline.pace.through_host.encoded import encoded_through_host
+from paceline.pace.through_host.encoded import EncodedThroughHost
 from paceline.pace.through_host.exchange import HostBuckets, ThroughHost
 from paceline.runtime.job import Job
 
@@ -187,7 +187,7 @@ class TrainingSetup:
             memory = self.memory if self.hosts is None else self.hosts.allocate
             makes = (self.form, self._groups.append, memory)
             average = compressed_average(self.job, self.group, self.host, spec, *makes)
-            return average if self.hosts is None else encoded_through_host(average, self.hosts)
+            return average if self.hosts is None else EncodedThroughHost(average, self.hosts)
         own = self.method.exchange()
         if own is not None and self.hosts is not None:
             return ThroughHost(own, self.hosts)

@@ -62,7 +62,7 @@ class BucketReductions(Part):
                 context = CodecContext(layout, self._allocate, self._group.rank, self._is_elastic)
                 reduction = self._reductions[bucket.index] = self.codec.reduction(context)
                 self.accounts.append(reduction.account)
-            self._first += bucket.grads.numel()
+            self._first += bucket.size
 
     def of(self, bucket: Bucket) -> CompressedReduction | None:
         """Return the reduction of a bucket, or None if it is sent uncompressed."""
@@ -113,9 +113,9 @@ class BucketReductions(Part):
 
 def layout_of(bucket: Bucket, first: int, spec: CodecSpec) -> Layout | None:
     """Return what of a bucket is compressed, or None. The same on all workers."""
-    if bucket.grads.dtype != torch.float32:
+    if bucket.dtype != torch.float32:
         return None
-    layout = plan(bucket.segments, bucket.grads.numel(), first, spec.min_elements)
+    layout = plan(bucket.segments, bucket.size, first, spec.min_elements)
     return layout if layout.large else None
 
 
@@ -136,6 +136,9 @@ class CompressedAllReduce(AllReduce):
         """Return the part of a bucket's gradients that has not been sent yet, or None."""
         reduction = self.reductions.of(bucket)
         return None if reduction is None else reduction.left_out()
+
+    def reduction_of(self, bucket: Bucket) -> CompressedReduction | None:
+        return self.reductions.of(bucket)
 
     @property
     def residuals(self) -> Part:

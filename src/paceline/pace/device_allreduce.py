@@ -98,6 +98,7 @@ class StagedBucket:
 
     def __post_init__(self) -> None:
         self.index, self.label = self.bucket.index, self.bucket.label
+        self.size, self.dtype = self.bucket.size, self.bucket.dtype
 
     @property
     def segments(self) -> Sequence[Segment]:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from paceline.compress.codec import Segment
+from paceline.compress.reduction import CompressedReduction
 from paceline.runtime.deprecation import RenamedMethods
 from paceline.runtime.work import Handle, Together
 from paceline.state.protocol import Part
@@ -26,6 +27,14 @@ class Bucket(Protocol):
 
     index: int
     label: str  # for messages: the range of parameters in it
+
+    @property
+    def size(self) -> int:
+        """The number of elements of each flat tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the flat tensors."""
 
     @property
     def grads(self) -> torch.Tensor:
@@ -91,6 +100,14 @@ class Exchange(RenamedMethods, renamed={"call_roll": "reduce_used_mask"}):
 
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the part of a bucket's gradients that has not been sent yet, or None."""
+        del bucket
+        return None
+
+    def reduction_of(self, bucket: Bucket) -> CompressedReduction | None:
+        """Return how a bucket is compressed, if it may be encoded before it is submitted.
+
+        Of a bucket for which there is a reduction, `grads` and `averaged` are not used then.
+        """
         del bucket
         return None
 

@@ -25,10 +25,9 @@ from paceline.compress.kernels import Draw
 from paceline.compress.quantizers import SlicedReduction
 from paceline.compress.reduction import AllGatherReduction, CompressedReduction
 from paceline.compress.sparsifiers import TopK
-from paceline.pace.compressed import CompressedAllReduce
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.through_host.exchange import HostBuckets, ThroughHost
-from paceline.pace.through_host.host_bucket import CpuBucket, HostBucket
+from paceline.pace.through_host.host_bucket import HostBucket
 
 
 class EncodedBucket(HostBucket):
@@ -165,40 +164,23 @@ class EncodedTopK(EncodedBucket):
                 indices[number][row].copy_(found)
 
 
-class _BucketShape(CpuBucket):
-    """A bucket without memory: all that a compressed average needs to begin with."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(bucket)
-        nothing = torch.empty_like(bucket.grads, device="meta")
-        self._memory = {"grads": nothing, "averaged": nothing}
-
-
-class _EncodedThroughHost(ThroughHost):
+class EncodedThroughHost(ThroughHost):
     """Runs a compressed average; buckets whose codec can do it are encoded on the device."""
 
-    def __init__(self, inner: CompressedAllReduce, hosts: HostBuckets) -> None:
+    def __init__(self, inner: Exchange, hosts: HostBuckets) -> None:
         super().__init__(inner, hosts)
-        self._reductions = inner.reductions
         self._encoded: dict[int, EncodedBucket] = {}  # by bucket index
 
     def take(self, buckets: Sequence[Bucket]) -> None:
-        self._inner.take([_BucketShape(bucket) for bucket in buckets])
+        super().take(buckets)
         for bucket in buckets:
-            reduction = self._reductions.of(bucket)
+            reduction = self._inner.reduction_of(bucket)
             made = None if reduction is None else _encode_there(bucket, self._hosts, reduction)
             if made is not None:
                 self._encoded[bucket.index] = made
 
     def _host_of(self, bucket: Bucket) -> HostBucket:
         return self._encoded.get(bucket.index) or super()._host_of(bucket)
-
-
-def encoded_through_host(average: Exchange, hosts: HostBuckets) -> Exchange:
-    """Return a compressed average for buckets on a device."""
-    if isinstance(average, CompressedAllReduce):
-        return _EncodedThroughHost(average, hosts)
-    return ThroughHost(average, hosts)
 
 
 def _encode_there(

@@ -58,6 +58,14 @@ class HostBucket:
         if copied is not None and not copied.done():
             self._route.wait_for(copied)
 
+    @property
+    def size(self) -> int:
+        return self.on_device.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.on_device.dtype
+
     # -- gradients ----------------------------------------------------------------------------
 
     @property
