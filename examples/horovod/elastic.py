@@ -33,7 +33,7 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 
 @hvd.elastic.run
 def train(state):
-    for state.epoch in range(state.epoch, args.epochs):  # noqa: B020
+    while state.epoch < args.epochs:
         for data, target in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(data), target)
@@ -41,17 +41,19 @@ def train(state):
             optimizer.step()
             state.sampler.record_batch(state.batch, len(data))
             state.batch += 1
-            state.seen += len(data)
-            if args.kill_rank_at == state.batch and hvd.rank() == 1 and hvd.size() == 3:
+            state.loss = loss.item()
+            is_due = state.epoch == 0 and state.batch == args.kill_rank_at
+            if is_due and hvd.rank() == 1 and hvd.size() == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             if state.batch % args.batches_per_commit == 0:
                 state.commit()
-        state.sampler.set_epoch(state.epoch + 1)
-        state.batch = 0
-        state.commit()
-        mean = hvd.allreduce(loss.detach(), name="loss").item()
+        mean = hvd.allreduce(torch.tensor(state.loss), name="loss").item()
         if hvd.rank() == 0:
             print(f"epoch {state.epoch}: {hvd.size()} workers, loss {mean:.3f}", flush=True)
+        state.epoch += 1
+        state.sampler.set_epoch(state.epoch)
+        state.batch = 0
+        state.commit()
 
 
 def on_state_reset():
@@ -61,6 +63,6 @@ def on_state_reset():
         print(f"continues with {hvd.size()} workers", flush=True)
 
 
-state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0, seen=0)
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0, loss=0.0)
 state.register_reset_callbacks([on_state_reset])
 train(state)

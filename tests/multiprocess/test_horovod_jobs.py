@@ -119,12 +119,12 @@ def test_examples_run_with_their_old_import(name: str, tmp_path: Path) -> None:
     text = (EXAMPLES / name).read_text()
     assert text.count("paceline.horovod.torch") == 1
     (tmp_path / name).write_text(text.replace("paceline.horovod.torch", "horovod.torch"))
-    arguments = ["--epochs", "2"] if name == "mnist.py" else ["--width", "128"]
+    arguments = ["--epochs", "4"] if name == "mnist.py" else ["--width", "128"]
     done = run(*HOROVODRUN, "-np", "2", "python", name, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     if name == "mnist.py":
-        accuracy = re.search(r"accuracy ([0-9.]+)%", done.stdout)
-        assert accuracy and float(accuracy[1]) > 50
+        accuracies = re.findall(r"accuracy ([0-9.]+)%", done.stdout)
+        assert float(accuracies[-1]) > 50
     else:
         assert "total on 2 processes" in done.stdout
 
