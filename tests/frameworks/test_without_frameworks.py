@@ -65,4 +65,4 @@ def test_importing_our_package_does_not_import_the_framework(module: str, tmp_pa
 def test_gloo_is_ours_if_asked_for() -> None:
     ended = run_script("as_gloo.py", python=Path(sys.executable), env={"PACELINE_AS_GLOO": "1"})
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("paceline paceline 3.0") == 2, ended.stdout
+    assert ended.stdout.count("paceline cpu:paceline 3.0") == 2, ended.stdout

@@ -37,7 +37,10 @@ _LOADED = (
     "pytest",
     "_pytest.assertion.rewrite",
 )
-_UNUSED = ("paceline.launcher", "paceline.cli", "paceline.observe.report", "paceline.__main__")
+_UNUSED = (
+    *("paceline.launcher", "paceline.cli", "paceline.observe.report", "paceline.__main__"),
+    *("paceline.keras.callbacks", "paceline.lightning"),  # import a framework, if it is installed
+)
 _libc = ctypes.CDLL(None)
 
 
