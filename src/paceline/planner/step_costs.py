@@ -30,11 +30,11 @@ class Constants:
     bucket_s: float = 0.3e-3  # of each exchange: notice, descriptor, wake up
     step_s: float = 0.5e-3  # of each step: the mask, the agreement, reports
     shared_copies: float = 0.7  # an all-reduce in shared memory, for each worker of the host
-    server_copies: float = 1.5  # a server, for each push
-    apply_copies: float = 4.0  # a server, to apply the optimizer
-    round_copies: float = 6.0  # a worker, for an averaging round
+    server_copies: float = 0.5  # a server, for each push
+    apply_copies: float = 2.0  # a server, to apply the optimizer
+    round_copies: float = 16.0  # a worker, for an averaging round
     link_share: float = 0.93  # of a link's rate that our payload reaches
-    sigma: float = 0.12  # error of this model: standard deviation of the logarithm of a time
+    sigma: float = 0.126  # error of this model: standard deviation of the logarithm of a time
 
 
 DEFAULT_CONSTANTS = Constants()
