@@ -31,6 +31,8 @@ from planner_runs import score
 
 from paceline.cli.plan import copy_bytes_per_s
 from paceline.cli.profiling import measure_script
+from paceline.planner.cluster import WIRE_CPU_S_PER_BYTE
+from paceline.planner.step_costs import ON_MEASURED_LINKS
 
 RUNS = Path(__file__).resolve().parent / "planner_runs"
 TRAIN = RUNS / "train.py"
@@ -173,18 +175,28 @@ def _finish(processes: Sequence[Any]) -> str:
 
 
 def show(fits: bool) -> None:
-    """Print the constants and both tables."""
+    """Print both tables with the planner's constants; `fits`: fit them, calibration table only."""
     configs, state = load()
-    constants, wire = score.fit(configs, state)
-    if fits:
+    seen = set(json.loads((RUNS / "seen.json").read_text(encoding="utf-8"))["seen"])
+    calibration = [one for one in configs if one["use"] == "calibration"]
+    held_out = [one for one in configs if one["use"] == "held-out"]
+    if fits:  # without the held-out table: the model is not finished yet
+        constants, wire = score.fit(configs, state)
         print(constants, f"wire_cpu_s_per_byte={wire:g}")
-    for use in ("calibration", "held-out"):
-        chosen = [one for one in configs if one["use"] == use]
-        print(score.report(score.score(chosen, state, constants, wire), f"{use} configurations"))
+        scored = score.score(calibration, state, constants, wire)
+        print(score.report(scored, "calibration configurations, fitted"))
+        return
+    constants, wire = ON_MEASURED_LINKS, WIRE_CPU_S_PER_BYTE
+    unseen = [one for one in held_out if one["id"] not in seen]
+    for title, chosen in (
+        ("calibration configurations", calibration),
+        ("held-out configurations", held_out),
+        ("held-out configurations, without those seen before (seen.json)", unseen),
+        ("all configurations", configs),
+    ):
+        print(score.report(score.score(chosen, state, constants, wire), title))
     missing = [one["id"] for one in configs if one["id"] not in state["measured"]]
-    print(f"\nnot measured: {len(missing)} of {len(configs)}")
-    every = score.score(configs, state, constants, wire)
-    print(score.report(every, "all configurations").split("\n", 2)[2].splitlines()[-1:])
+    print(f"\nnot measured: {len(missing)} of {len(configs)} {missing}")
 
 
 def main() -> None:

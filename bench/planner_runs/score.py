@@ -19,7 +19,7 @@ from paceline.planner.cluster import Cluster, Host
 from paceline.planner.predict import Prediction, predict
 from paceline.planner.profile import ModelProfile
 from paceline.planner.quantities import Link, Straggler
-from paceline.planner.step_costs import DEFAULT_CONSTANTS, Constants
+from paceline.planner.step_costs import ON_MEASURED_LINKS, Constants
 
 _GRIDS = {
     "bucket_s": (0.1e-3, 0.3e-3, 1e-3, 2e-3),
@@ -27,7 +27,6 @@ _GRIDS = {
     "server_copies": (0.5, 1.0, 1.5, 3.0, 6.0, 10.0),
     "apply_copies": (2.0, 4.0, 8.0, 12.0),
     "round_copies": (2.0, 4.0, 6.0, 10.0, 16.0),
-    "link_share": (0.85, 0.9, 0.95, 1.0),
 }
 _WIRE_GRID = (0.2e-9, 0.4e-9, 0.6e-9, 0.9e-9, 1.3e-9, 2e-9)
 
@@ -88,7 +87,7 @@ def fit(configs: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> tuple
     used = [
         one for one in configs if one["use"] == "calibration" and one["id"] in state["measured"]
     ]
-    constants, wire = DEFAULT_CONSTANTS, _WIRE_GRID[2]
+    constants, wire = ON_MEASURED_LINKS, _WIRE_GRID[2]
 
     def loss(trial: Constants, wire_s: float) -> float:
         errors = [math.log1p(one.error) for one in score(used, state, trial, wire_s)]

@@ -25,6 +25,7 @@ from paceline.planner.measured_profile import timed_steps
 from paceline.planner.profile import ModelProfile, read_profile, write_profile
 from paceline.planner.quantities import Link, parse_rate
 from paceline.planner.ranking import Plan, PlanRow, make_plan
+from paceline.planner.step_costs import DEFAULT_CONSTANTS, ON_MEASURED_LINKS
 from paceline.planner.text_table import text_table
 from paceline.runtime.console import say
 from paceline.runtime.formatting import data_size, percent, rate, short_duration, short_number
@@ -80,6 +81,7 @@ def plan_job(options: PlanOptions) -> int:
         profile,
         cluster,
         paces=paces,
+        constants=DEFAULT_CONSTANTS if options.hosts is None else ON_MEASURED_LINKS,
         copies=copies,
         bandwidth_cv=bandwidth_cv,
         max_wire_bytes_per_s=max_wire,

@@ -27,7 +27,7 @@ from paceline.planner.quantities import Link, parse_link, parse_size
 # Of one core of the machine in docs/performance.md: bytes that it copies in a second.
 COPY_BYTES_PER_S = 12e9
 # CPU time for a byte on a TCP connection of ours: copies, checksum, encryption.
-WIRE_CPU_S_PER_BYTE = 0.6e-9
+WIRE_CPU_S_PER_BYTE = 0.2e-9
 DEFAULT_LINK = Link(1.25e9, 50e-6)
 
 

@@ -63,7 +63,7 @@ def predict(
     `bandwidth_cv` is the relative error of the measured links."""
     costs = step_costs(candidate, profile, cluster, constants, copies)
     num_workers = cluster.num_workers
-    step_s, slow = _mean_step_s(costs, profile.cv, num_workers, straggler)
+    step_s, slow = _mean_step_s(costs, _cv(profile, cluster), num_workers, straggler)
     busy_s = dict(costs.busy_s)
     if slow > _SLOW:
         busy_s["the slowest worker"] = costs.compute_s * slow
@@ -82,6 +82,18 @@ def predict(
         float(num_workers - 1) if costs.kind == FREE else 0.0,
         busy_s,
     )
+
+
+def _cv(profile: ModelProfile, cluster: Cluster) -> float:
+    """Return the variation of workers' steps that makes others wait.
+
+    Where workers share too few cores, one is slow because another runs: no core is idle, and
+    nothing is lost by waiting for it.
+    """
+    is_crowded = any(
+        workers * profile.threads > cores for cores, _, workers in cluster.machine_loads()
+    )
+    return 0.0 if is_crowded else profile.cv
 
 
 def _mean_step_s(
@@ -119,15 +131,20 @@ def slowness(num_workers: int, cv: float, straggler: Straggler, steps: int = 1) 
 def _free_step_s(
     costs: StepCosts, cv: float, num_workers: int, straggler: Straggler
 ) -> tuple[float, float]:
-    alone_s, n = costs.alone_s + costs.served_s, num_workers
-    least_s = costs.served_s * n  # the servers do nothing else
-    slow = 1.0
+    n = num_workers
+    least_s = costs.served_s * n  # the servers and their links do nothing else
+
+    def taken_s(slow: float) -> float:
+        """Return the step of a worker that computes `slow` times as long."""
+        return max(costs.alone_s + costs.served_s + (slow - 1) * costs.compute_s, least_s)
+
     if straggler.workers and costs.bound is None:
-        slow_s = alone_s + (straggler.factor - 1) * costs.compute_s
         few = min(straggler.workers, n)
-        return max(n / ((n - few) / alone_s + few / slow_s), least_s), slow
+        usual_s, slow_s = taken_s(1.0), taken_s(straggler.factor)
+        return n / ((n - few) / usual_s + few / slow_s), 1.0
+    slow = 1.0
     if costs.bound is not None:
         slow = slowness(n, cv, straggler, costs.bound + 1)
     elif straggler.probability:
         slow = 1 + (straggler.factor - 1) * straggler.probability
-    return max(alone_s + (slow - 1) * costs.compute_s, least_s), slow
+    return taken_s(slow), slow

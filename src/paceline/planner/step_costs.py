@@ -10,7 +10,7 @@ configurations and tests them on the held-out ones; docs/guides/planning.md has 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.planner import formulas
@@ -30,14 +30,16 @@ class Constants:
     bucket_s: float = 0.3e-3  # of each exchange: notice, descriptor, wake up
     step_s: float = 0.5e-3  # of each step: the mask, the agreement, reports
     shared_copies: float = 0.7  # an all-reduce in shared memory, for each worker of the host
-    server_copies: float = 1.5  # a server, for each push
-    apply_copies: float = 4.0  # a server, to apply the optimizer
-    round_copies: float = 6.0  # a worker, for an averaging round
+    server_copies: float = 0.5  # a server, for each push
+    apply_copies: float = 2.0  # a server, to apply the optimizer
+    round_copies: float = 16.0  # a worker, for an averaging round
     link_share: float = 0.93  # of a link's rate that our payload reaches
-    sigma: float = 0.12  # error of this model: standard deviation of the logarithm of a time
+    sigma: float = 0.126  # error of this model: standard deviation of the logarithm of a time
 
 
 DEFAULT_CONSTANTS = Constants()
+# Measured links: what our payload reaches was measured.
+ON_MEASURED_LINKS = replace(DEFAULT_CONSTANTS, link_share=1.0)
 
 
 @dataclass(frozen=True)
@@ -242,9 +244,11 @@ class _Ways:
 
         senders = 1 if is_free else n
         add_s = self.constants.server_copies / k  # in copies, for one push
+        # Beside workers, the servers' averages leave by the same links as the workers' pushes.
+        pushed = share if is_apart or is_free else share + 1
         takes_s = tuple(
             max(
-                travel_s(bucket.num_bytes * share, senders),
+                travel_s(bucket.num_bytes * pushed, senders),
                 add_s * senders * bucket.num_bytes / copy,
             )
             + (self.constants.bucket_s + 2 * self.latency_s)
@@ -261,22 +265,28 @@ class _Ways:
         if not is_apart:
             cpu_s += served_cpu_s * k
         stretch = self.stretch(cpu_s)
-        busy = self.busy(link_s=travel_s(model * max(share, back), n), cpu_s=cpu_s)
+        both = max(share, back) if is_apart else share + back
+        busy = self.busy(link_s=travel_s(model * both, n), cpu_s=cpu_s)
         busy["server cores"] = served_cpu_s * n
-        link_s = model * away * max(share, back) / (ports * self.link_bytes_per_s)
-        return StepCosts(
+        link_s = model * away * both / (ports * self.link_bytes_per_s)
+        tail_s = pull_s + 2 * self.latency_s + self.constants.step_s
+        served_s = max(served_cpu_s, link_s) if is_free else 0.0
+        # What occupies the servers is not counted again in a worker's own pull.
+        tail_s += -min(pull_s, served_s) if is_free else apply_s
+        costs = StepCosts(
             FREE if is_free else LOCKSTEP,
             (profile.input_s + profile.forward_s) * stretch,
             profile.backward_s * stretch,
             tuple(bucket.ready_s * stretch for bucket in profile.buckets),
             takes_s,
-            tail_s=pull_s + 2 * self.latency_s + self.constants.step_s + (not is_free) * apply_s,
-            served_s=max(served_cpu_s, link_s) if is_free else 0.0,
+            tail_s=tail_s,
+            served_s=served_s,
             bound=int(candidate.pace.value) if candidate.pace.name == "ssp" else None,
             sent_bytes=sent,
             memory_bytes=profile.memory_bytes,
             busy_s=busy,
         )
+        return _with_crowd(costs, n) if is_free else costs
 
     def mesh(self, text: str) -> StepCosts:
         """Return a step on a mesh of dp and one more axis."""
@@ -312,3 +322,18 @@ class _Ways:
             data_share=1.0 if axis == "fsdp" else 1 / k,
             busy_s=self.busy(link_s=moving_s if is_between else 0.0, cpu_s=0.0),
         )
+
+
+def _with_crowd(costs: StepCosts, num_workers: int) -> StepCosts:
+    """Return the costs with exchanges that share servers and links with those of other workers.
+
+    While a worker exchanges, the others occupy them for a part of the time. How large it is depends
+    on the step, which depends on it.
+    """
+    exchange_s = costs.alone_s - costs.compute_s
+    step_s = costs.alone_s + costs.served_s
+    others = 0.0
+    for _ in range(8):
+        others = (num_workers - 1) * costs.served_s / step_s
+        step_s = costs.alone_s + costs.served_s + exchange_s * others
+    return replace(costs, tail_s=costs.tail_s + exchange_s * others)

@@ -72,6 +72,14 @@ def test_servers_on_hosts_of_their_own():
     assert step_of("ps", wired(4, 1e8, server_hosts=8), 8) == pytest.approx(four)
 
 
+def test_servers_beside_workers_share_their_links():
+    # Half of M stays on the host. Pushes and averages leave by the same link: M. Then pulls: M / 2.
+    one = candidate("ps", 2, is_colocated=True)
+    found = predict(one, PROFILE, wired(2, 1e8), constants=BARE)
+    assert found.step_s == pytest.approx(0.3 + 1.0 + 0.5)
+    assert found.sent_bytes == pytest.approx(1.5e8)
+
+
 def test_local_steps_divide_the_exchange():
     every = step_of("local:1", wired(4, 1e8))
     assert every == pytest.approx(0.3 + 1.5)
