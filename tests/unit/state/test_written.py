@@ -59,5 +59,7 @@ def test_tensors_have_names() -> None:
 
 
 def test_what_cannot_be_written_is_named() -> None:
-    with pytest.raises(UsageError, match="object/x has a set in its state, which cannot be saved"):
-        state_to_json({"a": {1, 2}}, "object/x", {})
+    with pytest.raises(
+        UsageError, match="object/x has a complex in its state, which cannot be saved"
+    ):
+        state_to_json({"a": 1j}, "object/x", {})
