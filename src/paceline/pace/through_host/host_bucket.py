@@ -80,7 +80,6 @@ class HostBucket:
 
     def fetch_gradients(self, source: torch.Tensor | None = None) -> Errand[None]:
         """Start to copy this worker's gradients from the device, or `source` instead of them."""
-        self._release("grads")
         source = self.on_device.grads if source is None else source
         return self._route.send(source, self.grads, _nothing)
 
