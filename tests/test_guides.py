@@ -68,6 +68,8 @@ RUNS = [
     for number, setup in enumerate(SETUPS.get((page, title), [Setup()]))
 ]
 OPTIONS_OF_OTHERS = {
+    *("--output-filename", "--timeline-filename", "--host-discovery-script"),  # horovodrun's
+    *("--verbose", "--check-build"),
     "--no-kill",
     "--working-dir",
     "--nproc-per-node",
