@@ -132,3 +132,25 @@ def test_hogwild_and_meshes_are_refused():
             pl.distribute(model, optimizer, mesh="fsdp=2")
 
     run_on_device(2, body, schedule="1")
+
+
+def test_memory_is_not_overwritten_before_the_device_has_read_it(schedule):
+    """Servers of another host send fresh values, while the device has not read the last ones."""
+
+    def body(world):
+        del world
+        load_device()
+        torch.manual_seed(0)
+        model = nn.Linear(300, 200).to(pl.device())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pl.distribute(model, optimizer, pace="async")
+        model(torch.ones(2, 300, device=pl.device())).sum().backward()
+        optimizer.step()
+        for _ in range(3):
+            model.pull()
+        return model.weight.detach().cpu()
+
+    [found] = run_on_device(1, body, schedule=schedule, servers=1, hosts=[0, 1])
+    torch.manual_seed(0)
+    right = nn.Linear(300, 200).weight.detach() - 0.1 * 2.0
+    torch.testing.assert_close(found, right)
