@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+import paceline.horovod.torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
@@ -17,6 +18,7 @@ PUBLIC = {
     "paceline": set(paceline.__all__),
     "paceline.errors": set(vars(paceline.errors)),
     "paceline.extend": set(paceline.extend.__all__),
+    "paceline.horovod.torch": set(vars(paceline.horovod.torch)),
     "paceline.ps": set(paceline.ps.__all__),
 }
 

@@ -220,7 +220,7 @@ def test_a_line_without_a_timeout_notices_a_silent_host() -> None:
         report("here")
         if line.rank == 1:
             time.sleep(600)
-        with pytest.raises(pl.errors.PeerTimeout, match="rank 1 has not run"):
+        with pytest.raises(pl.errors.PeerTimeout, match="rank 1 has not been heard"):
             line.recv(pl.empty(1), 1)
         return time.monotonic()
 
