@@ -97,7 +97,8 @@ def distribute(
     if asked is not None:
         _use_mesh(job, asked, mesh)
     is_whole = job.mesh is None or job.mesh.unit_size == 1
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not isinstance(model, nn.parallel.DistributedDataParallel):
+        # A model in DistributedDataParallel is refused below, for a better reason.
         refuse_collisions(model, needs_training_names=loss is not None or not is_whole)
     if is_whole:
         if activations == "recompute":
