@@ -1,8 +1,8 @@
 """The job that measures links between hosts: one worker on each host, pair by pair.
 
 Run by the launcher as a module (`paceline plan --hosts a,b`). A pair measures while the others
-wait: the latency by small messages to and fro, then both directions at once with 4 MB each, over
-the same connections that training uses. Rank 0 writes a JSON file: its argument.
+wait: the latency by small messages and their answers, then both directions at once with 4 MB each,
+over the same connections that training uses. Rank 0 writes a JSON file: its argument.
 """
 
 from __future__ import annotations
