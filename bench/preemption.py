@@ -6,9 +6,10 @@
 
 The hosts are namespaces on this machine, with a real sshd each.
 
-SHARDS: three hosts, a worker on each, servers on b and c, parameters of the given size. Host c gets
-a notice of 30 s. Reported: the seconds until it has left, the longest step of the other workers
-meanwhile against their median step before, and how many samples were computed again.
+SHARDS: three hosts, a worker on each, servers on b and c. The server on c holds an array of the
+given size besides the parameters of a small model. Host c gets a notice of 30 s. Reported: the
+seconds until it has left, the longest step of the other workers meanwhile against the longest one
+before, and how many steps were repeated.
 
 CHAOS: workers and servers with two copies on four hosts. Again and again a host gets a notice, or a
 process is killed; a host that has left is added again. EFFICIENCY is the share of all samples that
@@ -40,23 +41,20 @@ from support.cluster.ssh_cluster import SshCluster
 
 _SHARDS = """
 import os, time
+import numpy as np
 import torch, paceline as pl
 pl.init()
-count = int(os.environ["NUMBERS"])
-model = torch.nn.ParameterList([torch.zeros(count // 16) for _ in range(16)])
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-class Used(torch.nn.Module):  # gradients of one part only, so that a step is short
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = parts
-    def forward(self, number):
-        return sum(part[number] for part in self.parts)
-model, optimizer = pl.distribute(Used(model), optimizer, pace="ps")
+# The servers keep it; the training below is small, so that its steps show every pause.
+client = pl.ps.Client("async")
+client.init("large", np.zeros(int(os.environ["NUMBERS"]), dtype=np.float32), "SGD", lr=0.1)
+model = torch.nn.Linear(256, 256)
+model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), 0.01), pace="ps")
 began = time.time()
-for step in pl.steps(100000):
-    model(step % 7).backward()
+for step in pl.steps(1000000):
+    model(torch.ones(4, 256)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    time.sleep(0.05)
     now = time.time()
     print("step", pl.rank(), began, now, flush=True)
     began = now
@@ -109,13 +107,14 @@ def steps(job: HostJob, ranks: set[str]) -> list[tuple[float, float]]:
     return [(float(a), float(b)) for rank, a, b in lines if rank in ranks]
 
 
-def measure_shards(megabytes: int) -> dict[str, float]:
+def measure_shards(megabytes: int, *, show: bool) -> dict[str, float]:
     """Let a host with shards go away; return what it took, and what the others noticed."""
     with SshCluster("a", "b", "c") as cluster:
         options = "--hosts a:1,b:1,c:1 -s 2 --servers-on b,c --min 1 --threads-per-worker 1"
-        options += f" --preemption-deadline 30s --env NUMBERS={megabytes * 250_000}"
+        # One half of the array is on each of the two servers.
+        options += f" --preemption-deadline 30s --env NUMBERS={2 * megabytes * 250_000}"
         job, directory = start(cluster, options, _SHARDS)
-        job.wait_for("] step 0", timeout_s=240)
+        job.wait_for("] step ", timeout_s=240)
         time.sleep(10)
         noticed_s = time.time()
         job.signal(job.agent("c"), signal.SIGTERM)
@@ -123,6 +122,8 @@ def measure_shards(megabytes: int) -> dict[str, float]:
         left_s = time.time()
         time.sleep(3)
         text = finish(job, directory)
+        if show:
+            print("".join(line for line in job.lines if "] step " not in line))
         others = steps(job, {"0", "1"})
         before = [end - begin for begin, end in others if noticed_s - 6 < begin and end < noticed_s]
         during = [end - begin for begin, end in others if noticed_s < end < left_s + 1]
@@ -177,7 +178,7 @@ class Chaos:
         return True
 
 
-def measure_chaos(seconds: float, events: int, seed: int) -> dict[str, float]:
+def measure_chaos(seconds: float, events: int, seed: int, *, show: bool) -> dict[str, float]:
     """Train while hosts go away and processes are killed; return the share of useful work."""
     with SshCluster("a", "b", "c", "d") as cluster:
         options = "--hosts a:1,b:2,c:2,d:2 -n 4 -s 3 --replicas 2 --pace ps --min 1"
@@ -189,6 +190,8 @@ def measure_chaos(seconds: float, events: int, seed: int) -> dict[str, float]:
             chaos.strike()
             time.sleep(pause_s)
         text = finish(job, directory)
+        if show:
+            print(text)
         diaries = [path.read_text() for path in directory.glob("diary-*.txt")]
         began, done = (
             sum(
@@ -218,22 +221,25 @@ def measure_chaos(seconds: float, events: int, seed: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("shards", "chaos"))
-    parser.add_argument("--megabytes", type=int, default=1000, help="of all parameters")
+    parser.add_argument("--megabytes", type=int, default=1000, help="on the host that goes away")
     parser.add_argument("--seconds", type=float, default=75.0)
     parser.add_argument("--events", type=int, default=12, help="notices and kills")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--show", action="store_true", help="print what the jobs print")
     options = parser.parse_args()
     if why := can_shape():
         raise SystemExit(f"preemption: cannot run here: {why}")
     facts, content, rows = machine(), {}, []
     if options.only != "chaos":
-        shards = content["shards"] = measure_shards(options.megabytes)
+        shards = content["shards"] = measure_shards(options.megabytes, show=options.show)
         pause = shards["longest step during s"] / shards["longest step before s"]
         rows.append(("longest step during / before", "must 2 (one step more)", pause))
         rows.append(("steps repeated", "must 0", shards["repeated steps"]))
         print(shards)
     if options.only != "shards":
-        chaos = content["chaos"] = measure_chaos(options.seconds, options.events, options.seed)
+        chaos = content["chaos"] = measure_chaos(
+            options.seconds, options.events, options.seed, show=options.show
+        )
         rows.append(("useful samples", "must 0.95, goal 0.98", chaos["efficiency"]))
         print(chaos)
     figures.show([(what, must, f"{value:.3f}") for what, must, value in rows])

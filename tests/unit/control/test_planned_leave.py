@@ -7,6 +7,15 @@ from roster_story import Story
 from paceline.control.messages import Presence, Unwanted, Wanted
 
 
+def settle(story: Story) -> None:
+    """Let all members work in the newest generation, and copies that are filled catch up."""
+    for _ in range(10):
+        story.adopt()
+        for partition, ranks in enumerate(story.now.filling):
+            for rank in ranks:
+                story(story.roster.in_sync(rank, partition, story.now.generation, story.now_s))
+
+
 def test_a_worker_leaves_when_its_replacement_is_ready() -> None:
     story = Story(3)
     story(story.roster.plan_leave([2], story.now_s, waits=True, why="spot"))
@@ -41,15 +50,22 @@ def test_partitions_of_a_server_move_before_it_leaves() -> None:
     story = Story(1, servers=2, replicas=1, num_partitions=2)
     story(story.roster.plan_leave([2], story.now_s, waits=True))
     assert story.of(Wanted) == [Wanted("server", 2)], "its replacement has another number"
-    for _ in range(10):
-        story.adopt()
-        for partition, ranks in enumerate(story.now.filling):
-            for rank in ranks:
-                done = story.roster.in_sync(rank, partition, story.now.generation, story.now_s)
-                story(done)
+    settle(story)
+    assert story.now.partitions == ((1,), (2,)), "they move once: to the replacement"
+    newcomer = story.come("server", 2)
+    settle(story)
+    assert story.now.servers == (1, newcomer)
+    assert story.now.partitions == ((1,), (newcomer,))
+    assert not story.roster.state.leaving
+
+
+def test_partitions_move_to_other_servers_if_no_replacement_comes_in_time() -> None:
+    story = Story(1, servers=2, replicas=1, num_partitions=2)
+    story(story.roster.plan_leave([2], story.now_s, waits=True))
+    story(story.roster.plan_leave([2], story.now_s, waits=False))
+    settle(story)
     assert story.now.servers == (1,)
     assert story.now.partitions == ((1,), (1,))
-    assert not story.roster.state.leaving
 
 
 def test_copies_are_given_up_only_if_there_is_no_time() -> None:

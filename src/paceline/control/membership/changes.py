@@ -121,7 +121,9 @@ def calm_change(
     before = layout
     if layout.holders:
         hosts = {one.rank: one.host_id for one in _servers(members)}
-        leaving = {one.rank for one in _servers(members) if not is_wanted(state, one)}
+        # Partitions move once: not before the server is there that is to have them.
+        waiting = _await_successors(state, members)
+        leaving = {one.rank for one in _servers(members) if not is_wanted(state, one)} - waiting
         replicas = policy.replicas
         if any(one.rank in hosts and not one.waits for one in state.leaving):
             # Servers that cannot wait leave, if need be with fewer copies than there should be.
@@ -136,6 +138,16 @@ def calm_change(
     ranks = tuple(one.rank for one in joined)
     changed = m.Changed(after, (), ranks, "; ".join(why))
     return NextMembership(changed, state.vacant, removed)
+
+
+def _await_successors(state: RosterState, members: Iterable[Member]) -> set[int]:
+    """Return the leaving servers that wait, and whose replacement has not joined yet."""
+    numbers = {one.number for one in _servers(members)}
+    return {
+        one.rank
+        for one in state.leaving
+        if one.waits and one.successor is not None and one.successor not in numbers
+    }
 
 
 def reason_to_end(policy: Policy, state: RosterState, after: NextMembership | None) -> str:
