@@ -110,7 +110,7 @@ def test_every_setup_has_its_script_and_what_is_not_run_is_python_at_least() -> 
 
 
 def test_every_block_has_a_language() -> None:
-    known = {"python", "sh", "console", "text", "diff", "json"}
+    known = {"python", "sh", "console", "text", "diff", "json", "yaml"}
     for page in GUIDES:
         if page.startswith("docs/guides/"):
             assert {block.language for block in blocks_of(page)} <= known, page
