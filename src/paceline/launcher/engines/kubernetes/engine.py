@@ -36,11 +36,12 @@ class KubernetesEngine:
     name = "kubernetes"
     pid: int | None = None  # it has no child
     replaces_early = False  # a pod is replaced when it is gone
-    on_notice: Callable[[str, Notice], None]  # not called: the agent of a pod gets the signal
 
     def __init__(
         self, hosts: Sequence[HostSlots], place: AgentPlace, environ: Mapping[str, str]
     ) -> None:
+        # Never called: the agent of a pod gets the signal.
+        self.on_notice: Callable[[str, Notice], None] = lambda _host, _notice: None
         self._hosts, self._place = list(hosts), place
         if not environ.get(JOB) or not environ.get(SECRET_FILE):
             raise ConfigError(f"{JOB} or {SECRET_FILE} is not set: this is no coordinator's pod")
