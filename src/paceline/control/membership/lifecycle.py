@@ -218,7 +218,7 @@ class Departures:
 
 
 def retired_presence(rank: int, why: str, kind: m.LossKind = m.LossKind.ENDED) -> m.Presence:
-    """Return what all members are told about the end of a worker that was to leave. If only its
+    """Return the notice to all members about the end of a worker that was to leave. If only its
     connection ended, its farewell may not have arrived."""
     if kind is m.LossKind.ENDED:
         return m.Presence(rank, "left", why)

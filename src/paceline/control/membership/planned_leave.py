@@ -76,7 +76,7 @@ def withdraw(policy: Policy, state: RosterState, ranks: Collection[int]) -> Rost
 
 
 def presences(before: RosterState, after: RosterState, why: str) -> list[m.Presence]:
-    """Return what all members are told about those that leave or stay from now on."""
+    """Return the notices to all members about those that leave or stay from now on."""
     new = sorted(after.leaving_ranks - before.leaving_ranks)
     back = sorted(before.leaving_ranks - after.leaving_ranks)
     return [
