@@ -29,8 +29,8 @@ from harness.switch import Switch
 from pace_runs.jobs import _end, on_hosts
 from planner_runs import score
 
-from paceline.cli.plan import copy_bytes_per_s
-from paceline.cli.profiling import measure_script
+from paceline.cli.planning.plan import copy_bytes_per_s
+from paceline.cli.planning.profiling import measure_script
 from paceline.planner.cluster import WIRE_CPU_S_PER_BYTE
 from paceline.planner.step_costs import ON_MEASURED_LINKS
 
@@ -123,7 +123,9 @@ def _measure_setting(
 def _probe(switch: Switch, state: State, scratch: Path, link: int) -> None:
     out = scratch / f"link-{link}.json"
     _finish(
-        on_hosts(switch, scratch, 0)(["-m", "paceline.cli.link_probe", str(out)], _log(scratch))
+        on_hosts(switch, scratch, 0)(
+            ["-m", "paceline.cli.planning.link_probe", str(out)], _log(scratch)
+        )
     )
     first = json.loads(out.read_text(encoding="utf-8"))[0]
     state["links"][str(link)] = first[2:4]

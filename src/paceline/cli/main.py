@@ -16,7 +16,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from paceline.cli import checkpoint, planning_options, run_options
+from paceline.cli import checkpoint, run_options
+from paceline.cli.planning import options as planning_options
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(

@@ -74,7 +74,7 @@ def simulate(
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the sweep as SVG.")
     ] = None,
 ) -> None:
-    from paceline.cli.simulate import SimulateOptions, run_simulation
+    from paceline.cli.planning.simulate import SimulateOptions, run_simulation
 
     options = SimulateOptions(
         model, workers, link, cluster, per_host, cores, servers, paces, steps, straggler, mtbf,
@@ -128,7 +128,7 @@ def plan(
     ] = False,
     shows_all: Annotated[bool, typer.Option("--all", help="Print every candidate.")] = False,
 ) -> None:
-    from paceline.cli.plan import PlanOptions, plan_job
+    from paceline.cli.planning.plan import PlanOptions, plan_job
 
     options = PlanOptions(
         script, tuple(arguments or ()), module, num_workers, hosts, cluster, paces, profile,

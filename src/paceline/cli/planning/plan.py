@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from paceline.cli.profiling import measure_script
-from paceline.cli.simulate import split_paces
+from paceline.cli.planning.profiling import measure_script
+from paceline.cli.planning.simulate import split_paces
 from paceline.errors import ConfigError, UsageError
 from paceline.launcher.hosts.host_list import HostSlots, parse_hosts
 from paceline.planner.cluster import Cluster, Host, local_cluster, read_cluster, with_links
@@ -134,7 +134,7 @@ def probe_links(
     target = scratch / "links.json"
     names = ",".join(str(replace(one, slots=1)) for one in hosts)
     command = [sys.executable, "-m", "paceline", "run", "-n", str(len(hosts)), "--hosts", names]
-    command += ["--log-dir", "none", "-m", "paceline.cli.link_probe", str(target)]
+    command += ["--log-dir", "none", "-m", "paceline.cli.planning.link_probe", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or not target.is_file():
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
