@@ -29,9 +29,9 @@ from harness.switch import Switch
 from pace_runs.jobs import _end, on_hosts
 from planner_runs import score
 
-from paceline.cli.planning.plan import copy_bytes_per_s
 from paceline.cli.planning.profiling import measure_script
 from paceline.planner.cluster import WIRE_CPU_S_PER_BYTE
+from paceline.planner.copy_rate import copy_bytes_per_s
 from paceline.planner.step_costs import ON_MEASURED_LINKS
 
 RUNS = Path(__file__).resolve().parent / "planner_runs"

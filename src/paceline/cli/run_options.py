@@ -103,8 +103,18 @@ def run(
             "--pace",
             metavar="PACE",
             help="When the workers agree, such as allreduce, 'allreduce[update=sharded]', or with"
-            " servers ps, async, ssp:3; also a schedule, 'allreduce@0, local:8@500'. Overrides the"
-            " script. `paceline paces` lists all paces with their options.",
+            " servers ps, async, ssp:3; also a schedule, 'allreduce@0, local:8@500'; auto: measure"
+            " the first steps, then choose. Overrides the script. `paceline paces` lists all paces"
+            " with their options.",
+        ),
+    ] = None,
+    max_wire: Annotated[
+        str | None,
+        typer.Option(
+            "--max-wire",
+            metavar="RATE",
+            help="What each host may send to other hosts, such as 200mbit: after the first steps"
+            " the pace gets a lower precision, a codec or more local steps to fit.",
         ),
     ] = None,
     precision: Annotated[
@@ -338,6 +348,7 @@ def run(
         data_workers=parse_data_workers(data_workers),
         pace=None if pace is None else parse_schedule(pace),
         precision=precision,
+        max_wire=max_wire,
         mesh=grid,
         trace=None if trace is None else TracedSteps.parse(trace),
         devices=None if devices is None else parse_devices(devices),

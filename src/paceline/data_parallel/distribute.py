@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline import _core
 from paceline.comm.object_collectives import all_gather_object, raise_first_problem
+from paceline.data_parallel.auto_pace.auto_pace import AutoPace
 from paceline.data_parallel.checks.model import find_problem, require_same_model
 from paceline.data_parallel.pace_switch.choice import PaceChoice, PhaseOptions
 from paceline.data_parallel.pace_switch.requests import pace_requests_of
@@ -60,6 +61,10 @@ def begin(
     switcher = PaceSwitcher(
         job, group, model, optimizer, phases, choice.while_running, pace_requests_of(job), number
     )
+    if choice.request is not None:
+        switcher.auto = AutoPace(job, group, choice.request, choice.while_running)
+        if not job.elastic.is_joining:
+            switcher.auto.begin(0)
     _switchers[model] = switcher
     _optimizers.add(optimizer)
     if job.env.rank == 0:

@@ -177,6 +177,9 @@ def process_environ(
     pace = spec.pace_in(base)
     if pace is not None:
         environ["PACELINE_PACE"] = str(pace)
+    max_wire = spec.max_wire_in(base)
+    if max_wire is not None:
+        environ["PACELINE_MAX_WIRE"] = max_wire
     precision = spec.precision_in(base)
     if precision is not None:
         environ["PACELINE_PRECISION"] = precision
@@ -204,6 +207,10 @@ def for_server(
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
     environ["PACELINE_JOIN_TIMEOUT_S"] = str(SERVER_PATIENCE_S)
-    for name in ("PACELINE_PACE", "PACELINE_PRECISION"):  # the workers send these
+    for name in (
+        "PACELINE_PACE",
+        "PACELINE_MAX_WIRE",
+        "PACELINE_PRECISION",
+    ):  # the workers send these
         environ.pop(name, None)
     return environ

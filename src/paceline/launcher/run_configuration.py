@@ -52,6 +52,9 @@ def configuration(
         "data_workers": given.option("data_workers", list(spec.data_workers)),
         "replicas": given.option("replicas", spec.servers.replicas),
         "pace": given.either(spec.pace, spec.pace_in(environ), "PACELINE_PACE"),
+        "max_wire": given.either(
+            spec.max_wire, spec.max_wire_in(environ), "PACELINE_MAX_WIRE", otherwise=DEFAULT
+        ),
         "precision": given.either(spec.precision, spec.precision_in(environ), "PACELINE_PRECISION"),
         "mesh": given.either(spec.mesh, spec.mesh_in(environ), "PACELINE_MESH"),
         "trace": given.either(

@@ -19,15 +19,18 @@ from paceline.launcher.engines.ray.request import RayRequest
 from paceline.launcher.hosts.host_list import HostSlots
 from paceline.launcher.hosts.placement import Placement
 from paceline.launcher.job_size import MAX_WORKERS, ElasticPlan, ServerPlan, check_data_workers
+from paceline.launcher.planned_pace import check_planned
 from paceline.launcher.preemption.notice import NoticeSource
 from paceline.launcher.processes.run_script import Command
 from paceline.observe.telemetry.trace import TracedSteps
 from paceline.options.table import require_precision
 from paceline.pace.parse import Schedule, parse_schedule
+from paceline.planner.quantities import parse_rate
 from paceline.runtime.config import (
     HOROVOD,
     encryption,
     requested_devices,
+    requested_max_wire,
     requested_mesh,
     requested_pace,
     requested_precision,
@@ -77,6 +80,7 @@ class RunSpec:
     data_workers: tuple[int, ...] = ()  # for each stage
     pace: Schedule | None = None
     precision: str | None = None
+    max_wire: str | None = None  # what a host may send, such as "200mbit"
     mesh: Mesh | None = None
     trace: TracedSteps | None = None  # which steps
     devices: DeviceRequest | None = None
@@ -116,6 +120,7 @@ class RunSpec:
             ("--threads-per-worker", self.threads_per_worker, "OMP_NUM_THREADS"),
             ("--pace", self.pace, "PACELINE_PACE"),
             ("--precision", self.precision, "PACELINE_PRECISION"),
+            ("--max-wire", self.max_wire, "PACELINE_MAX_WIRE"),
             ("--mesh", self.mesh, "PACELINE_MESH"),
             ("--trace", self.trace, "PACELINE_TRACE"),
             ("--devices", self.devices, "PACELINE_DEVICES"),
@@ -126,6 +131,7 @@ class RunSpec:
                 )
         if self.precision is not None:
             require_precision(self.precision)
+        check_planned(self.pace, self.max_wire, self.mesh)
         if self.mesh is not None:
             self.mesh.require(self.num_workers, "--mesh")
         if not 0 <= self.grace_s <= _LONGEST_GRACE_S:
@@ -202,6 +208,13 @@ class RunSpec:
             return None if text is None else require_precision(text)
         except UsageError as error:
             raise ConfigError(f"PACELINE_PRECISION: {error}") from error
+
+    def max_wire_in(self, inherited: Mapping[str, str]) -> str | None:
+        """Return the budget that the ranks get, as `pace_in` returns the pace."""
+        text = self.max_wire or requested_max_wire({**inherited, **self.env})
+        if text is not None:
+            parse_rate(text, "PACELINE_MAX_WIRE")
+        return text
 
     def mesh_in(self, inherited: Mapping[str, str]) -> Mesh | None:
         """Return the mesh that the ranks get, as `pace_in` returns the pace."""

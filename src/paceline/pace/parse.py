@@ -20,7 +20,7 @@ from functools import partial
 from paceline.compress.registry import CODECS, CodecSpec, parse_codec
 from paceline.errors import UsageError
 from paceline.options.grammar import Number, near, number_text, read_options
-from paceline.pace.registry import KNOWN, Pace, find
+from paceline.pace.registry import AUTO, KNOWN, Pace, find
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
 _COMMA = re.compile(r",(?![^(]*\))")  # not those in parentheses
@@ -60,6 +60,11 @@ class PaceSpec:
         """Whether workers do not wait for each other."""
         row = find(self.name)
         return row is not None and (row.is_free_running or self.options.get("mode") == "async")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the planner chooses the pace (planner/automatic)."""
+        return self.name == AUTO
 
     @property
     def uses_servers(self) -> bool:
@@ -261,6 +266,10 @@ def parse_schedule(text: str) -> Schedule:
                 text,
                 f"{part.strip()} does not begin after step {phases[-2].start} of"
                 f" {phases[-2].pace}; write the steps in order",
+            )
+        if number and any(phase.pace.is_auto for phase in phases):
+            raise _wrong_schedule(
+                text, f"{AUTO} chooses the pace at any step; give it alone, or leave it out"
             )
     return Schedule(tuple(phases))
 

@@ -245,6 +245,20 @@ _ROWS = {
     ),
 }
 
+AUTO = "auto"  # not a pace, but a word for the one that the planner chooses
+_ROWS[AUTO] = Pace(
+    (
+        Option(
+            "allow",
+            ("codecs", "exact", "stale", "local", "stale+local"),
+            "what [the planner](planning.md#automatic-choice) may choose: `exact`: what equals one"
+            " process with the global batch; `codecs`: also gradients rounded to bf16 or int8;"
+            " `stale`: also `ssp` and `async`; `local`: also `local` and `diloco`",
+        ),
+    ),
+    uses_servers=True,
+)
+
 KNOWN = {
     name: replace(row, options=(*row.options, *options_at(name))) for name, row in _ROWS.items()
 }

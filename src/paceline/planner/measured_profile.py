@@ -1,4 +1,4 @@
-"""A profile from the directories of measured runs: their traces and timed steps.
+"""A profile from traced steps: from the directories of measured runs, or inside a running job.
 
 A traced step of a process that is alone has these marks (observe/record/trace_file.py): input,
 "backward" (the first gradient reaches an output), "bucket 3 ready", optimizer, and the step itself.
@@ -50,6 +50,18 @@ def read_measured(
         for one in times
         if one.samples
     ]
+    return combine_steps(steps, batches, name=name, threads=threads, process_bytes=process_bytes)
+
+
+def combine_steps(
+    steps: list[dict[str, Any]],
+    batches: Sequence[int],
+    *,
+    name: str,
+    threads: int,
+    process_bytes: int,
+) -> ModelProfile:
+    """Return the mean of the parts of some steps; UsageError if there are too few."""
     if len(steps) < LEAST_STEPS:
         raise UsageError(
             f"{name}: {len(steps)} steps were measured, at least {LEAST_STEPS} are needed; let the"
@@ -105,11 +117,14 @@ def _traced_steps(directory: Path) -> list[dict[str, Any]]:
         step = event.get("args", {}).get("step")
         if step is not None:
             by_step.setdefault(step, []).append(event)
-    return [found for events in by_step.values() if (found := _parts(events)) is not None]
+    return [found for events in by_step.values() if (found := step_parts(events)) is not None]
 
 
-def _parts(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the parts of one step; None if it is not complete."""
+def step_parts(events: list[dict[str, Any]], waits: str = "") -> dict[str, Any] | None:
+    """Return the parts of one step; None if it is not complete.
+
+    `waits`: the name of spans in which the process only waited for other workers.
+    """
     whole = next((one for one in events if one.get("cat") == "step"), None)
     ready = {}
     sizes = {}
@@ -127,6 +142,8 @@ def _parts(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     optimizer_s = sum(one["dur"] / 1e6 for one in events if one["name"] == "optimizer")
     input_s = sum(one["dur"] / 1e6 for one in events if one["name"] == "input")
     backward_s = last_s - start_s
+    if waits:
+        took_s -= sum(one["dur"] / 1e6 for one in events if one["name"] == waits)
     return {
         "took_s": took_s,
         "backward_s": backward_s,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
+from paceline.planner.automatic.budget import within_budget
 from paceline.planner.candidates import Candidate, candidate, enumerate_candidates, server_counts
 from paceline.planner.cluster import Cluster
 from paceline.planner.predict import Prediction, predict
@@ -81,11 +82,11 @@ def make_plan(
     fitting, too_large = _split_by_memory(predictions, cluster)
     if not fitting:
         raise UsageError(_fits_nowhere(profile, cluster, too_large))
-    allowed = _within_budget(fitting, max_wire_bytes_per_s)
+    allowed = within_budget(fitting, max_wire_bytes_per_s)
     ordered = sorted(allowed, key=lambda one: -one.samples_per_s)
     plain = next((one for one in fitting if str(one.candidate.pace) == "allreduce"), ordered[0])
     rows = tuple(
-        PlanRow(one, statistical_cost(one.candidate, measured), _reason(one, plain))
+        PlanRow(one, statistical_cost(one.candidate, measured), reason_of(one, plain))
         for one in ordered
     )
     served = None
@@ -157,22 +158,6 @@ def _fits_nowhere(
     )
 
 
-def _within_budget(
-    predictions: Sequence[Prediction], max_wire: float | None
-) -> Sequence[Prediction]:
-    if max_wire is None:
-        return predictions
-    allowed = [one for one in predictions if one.sent_bytes / one.step_s <= max_wire]
-    if not allowed:
-        least = min(predictions, key=lambda one: one.sent_bytes / one.step_s)
-        raise UsageError(
-            f"--max-wire {max_wire * 8 / 1e6:.4g}mbit: no pace sends so little;"
-            f" {least.candidate.label} comes closest with"
-            f" {least.sent_bytes / least.step_s * 8 / 1e6:.4g} Mbit/s per host"
-        )
-    return allowed
-
-
 def _recommended(rows: Sequence[PlanRow]) -> PlanRow:
     known = [row for row in rows if row.cost.source != "unknown"] or list(rows)
     fastest = known[0]
@@ -184,7 +169,7 @@ def _recommended(rows: Sequence[PlanRow]) -> PlanRow:
     return fastest
 
 
-def _reason(one: Prediction, plain: Prediction) -> str:
+def reason_of(one: Prediction, plain: Prediction) -> str:
     """Return one line: what the step waits for, and what the candidate changes about it."""
     busy = one.busy_s[one.limit] / one.step_s
     words = f"{one.limit} {percent(min(busy, 1.0))} busy"

@@ -115,7 +115,7 @@ _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION", "AS_GLOO"),
     *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR", "ENCRYPT"),
-    *("DEVICES", "HOROVOD"),
+    *("DEVICES", "HOROVOD", "MAX_WIRE"),
 )
 # With these the runtimes of accelerators hide devices from a process.
 _VISIBILITY = (
@@ -225,6 +225,11 @@ def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
 def requested_pace(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the pace in PACELINE_PACE, or None; it overrides the script's."""
     return _text(environ, "PACE")
+
+
+def requested_max_wire(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the budget in PACELINE_MAX_WIRE, such as "200mbit", or None."""
+    return _text(environ, "MAX_WIRE")
 
 
 def requested_precision(environ: Mapping[str, str] | None = None) -> str | None:

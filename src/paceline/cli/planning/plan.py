@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from paceline.cli.planning.profiling import measure_script
 from paceline.cli.planning.simulate import split_paces
 from paceline.errors import ConfigError, UsageError
 from paceline.launcher.hosts.host_list import HostSlots, parse_hosts
 from paceline.planner.cluster import Cluster, Host, local_cluster, read_cluster, with_links
+from paceline.planner.copy_rate import copy_bytes_per_s
 from paceline.planner.measured_profile import timed_steps
 from paceline.planner.profile import ModelProfile, read_profile, write_profile
 from paceline.planner.quantities import Link, parse_rate
@@ -31,7 +31,6 @@ from paceline.runtime.console import say
 from paceline.runtime.formatting import data_size, percent, rate, short_duration, short_number
 from paceline.runtime.machine import memory, usable_cores
 
-_PROBED_BYTES = 64 << 20
 _SHOWN = 12  # rows; --all shows the others
 
 
@@ -113,17 +112,6 @@ def _cluster(options: PlanOptions, scratch: Path) -> tuple[Cluster, float]:
         return found, 0.0
     links, error = probe_links(listed, scratch)
     return with_links(found, links), error
-
-
-def copy_bytes_per_s() -> float:
-    """Return how many bytes one core copies in a second, of blocks that fit into no cache."""
-    source, target = np.ones(_PROBED_BYTES, np.uint8), np.zeros(_PROBED_BYTES, np.uint8)
-    times = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - start_s)
-    return _PROBED_BYTES / min(times)
 
 
 def probe_links(

@@ -1,8 +1,11 @@
 """Which paces a model is trained at: the script's choice, and what overrides it.
 
 The command line (PACELINE_PACE, PACELINE_PRECISION) overrides the script, and a request of an
-operator while the job runs overrides both. Options that the script gives as keywords, or in
-brackets, count at every pace that has such an option.
+operator while the job runs overrides both. With `auto`, or with a budget (PACELINE_MAX_WIRE), the
+first steps are taken at allreduce, and the planner chooses after them (auto_pace).
+
+Options that the script gives as keywords, or in brackets, count at every pace that has such an
+option.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import nn
 from paceline.compress.codec import make_codec
 from paceline.compress.registry import parse_codec
 from paceline.data_parallel.amp.mixed_precision import find_problem_with_precision
+from paceline.data_parallel.auto_pace.request import AutoRequest, refuse_unplanned
 from paceline.data_parallel.checks.model import find_problem_with_servers
 from paceline.data_parallel.checks.placement import find_problem_with_devices
 from paceline.errors import UsageError
@@ -29,10 +33,13 @@ from paceline.pace.parse import (
     find_problem_with_backups,
     find_problem_with_codec,
     notices_of,
+    parse,
     parse_schedule,
 )
 from paceline.pace.registry import KNOWN, Pace, find, needs_servers
-from paceline.runtime.config import requested_pace, requested_precision
+from paceline.planner.automatic.policy import MEASURED_AT
+from paceline.planner.quantities import parse_rate
+from paceline.runtime.config import requested_max_wire, requested_pace, requested_precision
 from paceline.runtime.console import say
 from paceline.runtime.job import Job
 
@@ -55,6 +62,7 @@ class PaceChoice:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._mine = self._asked = Schedule.of(PaceSpec("allreduce"))
+        self.request: AutoRequest | None = None  # what the planner has to do
 
     def at_start(self, pace: str) -> list[PhaseOptions]:
         """Combine the script's pace and arguments with those of the command line, which win."""
@@ -65,6 +73,10 @@ class PaceChoice:
             say(f"pace {asked} from the command line instead of the script's {self._mine}")
         if asked == self._mine and len(asked.phases) > 1:
             self._refuse_unknown_options(asked)
+        budget = requested_max_wire()
+        max_wire = None if budget is None else parse_rate(budget, "--max-wire")
+        if asked.first.is_auto or max_wire is not None:
+            asked = self._begin_planned(asked, max_wire)
         phases = [self._choose(phase, asked) for phase in asked.phases]
         if self._job.servers and not asked.uses_servers and asked.why_no_servers:
             raise UsageError(
@@ -94,6 +106,8 @@ class PaceChoice:
                 f"pace={pace}: a running job takes one pace at a time, not a schedule; set the next"
                 " one when it is time"
             )
+        if asked.first.is_auto:
+            asked = self._begin_again(asked)
         if self._job.elastic.is_on:
             _refuse_free_running(asked)
             _refuse_free_running(self._asked)
@@ -102,6 +116,33 @@ class PaceChoice:
         if problem is not None:
             raise UsageError(problem)
         return chosen
+
+    def _begin_planned(self, asked: Schedule, max_wire: float | None) -> Schedule:
+        """Let the planner choose; return the pace of the first steps."""
+        refuse_unplanned(asked, self._given, self._job, is_own=self._mine == asked)
+        if asked.first.is_auto:
+            self.request = AutoRequest(asked.first.options.get("allow", "codecs"), None, max_wire)
+        else:
+            chosen = self._choose(asked.phases[0], asked)  # which raises if it cannot be
+            codec = chosen.options.own.get("compress", chosen.options.compress)
+            options = {**({"compress": codec} if parse_codec(codec).is_on else {})}
+            pace = asked.first
+            given = PaceSpec(pace.name, pace.number, {**options, **pace.options})
+            self.request = AutoRequest("", given, max_wire)
+        if self._job.world.size == 1 and not self._job.elastic.is_on:
+            self.request = None
+            return Schedule.of(parse(MEASURED_AT)) if asked.first.is_auto else asked
+        is_plain = asked.first.name == MEASURED_AT
+        return asked if is_plain else Schedule.of(parse(MEASURED_AT))
+
+    def _begin_again(self, asked: Schedule) -> Schedule:
+        """Let the planner choose again; return the pace of the next steps."""
+        if self._asked.first != asked.first and str(asked) != "auto" or self.request is None:
+            raise UsageError(
+                f"pace={asked}: this job began with {self._asked}; start it with --pace {asked}, or"
+                " set the pace that you want"
+            )
+        return Schedule.of(parse(MEASURED_AT))
 
     def _choose(self, phase: Phase, asked: Schedule) -> PhaseOptions:
         full, given = self._complete(phase.pace, asked)

@@ -35,6 +35,7 @@ from torch import nn
 
 from paceline.comm.group import Group
 from paceline.data_parallel.amp.grad_scaler import Skipping, bind
+from paceline.data_parallel.auto_pace.auto_pace import AutoPace
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.model_state.elastic_state import group_settings, set_group_settings
 from paceline.data_parallel.model_state.model_snapshot import (
@@ -115,6 +116,7 @@ class PaceSwitcher(Part):
         self._ignores_until = -1  # requests about steps up to this one
         self._is_in = not job.elastic.is_joining
         self._steps_before = 0  # at earlier paces
+        self.auto: AutoPace | None = None  # plans the pace
         first, *later = phases
         now = self._ask_others() if job.elastic.is_joining else None
         if now is not None:
@@ -172,6 +174,11 @@ class PaceSwitcher(Part):
                 kept = [chosen for chosen in self._later if chosen.start < agreed.step]
                 chosen = self._choose(agreed.pace)
                 self._later = [*kept, PhaseOptions(agreed.step, chosen.pace, chosen.options)]
+                if self.auto is not None:
+                    self.auto.follow_request(agreed.pace, agreed.step)
+        planned = self.auto and self.auto.after_step(self.steps, self.training, str(self.pace))
+        if planned:
+            self._later.insert(0, PhaseOptions(self.steps, *self._chosen(planned)))
         while self._later and self._later[0].start <= self.steps:
             self._change(self._later.pop(0))
 
@@ -257,6 +264,8 @@ class PaceSwitcher(Part):
         changes to it.
         """
         self._steps_before = steps - self.training.steps
+        if self.auto is not None:
+            self.auto.begin(steps)
         due = [chosen for chosen in self._later if chosen.start <= steps]
         if due:
             self._later = [chosen for chosen in self._later if chosen.start > steps]
@@ -299,7 +308,9 @@ class PaceSwitcher(Part):
 
     def state(self) -> State:
         """Return the current pace and step; during a change, also the plain model."""
-        counts, change = [self._changes, self._generation, self.steps], self._pending
+        meeting = -1 if self.auto is None else self.auto.next_step
+        counts = [self._changes, self._generation, self.steps, meeting]
+        change = self._pending
         if change is None:
             return State(counts)
         _, optimizer = self._own()
@@ -319,7 +330,9 @@ class PaceSwitcher(Part):
         return State(counts, passing={"plain": plain}, what=what)
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
-        changes, generation, steps = state.counts
+        changes, generation, steps, meeting = state.counts
+        if self.auto is not None:
+            self.auto.next_step = meeting
         if "plain" in state.passing:
             self._join_pending_change(changes, steps, state.passing["plain"])
             return

@@ -16,6 +16,8 @@ Spans are sent to the launcher about once a second and after the last traced ste
 if a process dies. Times are those of the sending process; each message holds the offset to the
 job's clock.
 
+A process can also SAMPLE its own steps: the spans stay in it, and nothing is sent.
+
 A server counts no steps: workers put the step number into their requests, and the server records
 the work for those requests.
 
@@ -107,8 +109,11 @@ class Tracer:
     """Records the spans of this process."""
 
     def __init__(self) -> None:
-        self.on = False  # this step is traced; every call site reads it
-        self.is_planned = False  # some steps are traced
+        self.on = False  # this step is traced or sampled; every call site reads it
+        self.is_planned = False  # some steps are
+        self._is_sent = False  # some steps are traced for the launcher
+        self._is_traced = False  # this one is
+        self._samples: list[list[TraceSpan]] = []
         self.step = 0  # the current one, while it is traced
         self._steps = TracedSteps(0, 0)
         self._rank = -1
@@ -126,7 +131,8 @@ class Tracer:
     def plan(self, steps: TracedSteps, rank: int, send: Callable[[Spans], None]) -> None:
         """Trace these steps; `send` must not block. Called by the training thread."""
         self.stop()
-        self.is_planned, self._steps, self._rank, self._send = True, steps, rank, send
+        self.is_planned, self._is_sent = True, True
+        self._steps, self._rank, self._send = steps, rank, send
         self._num_spans, self._is_cut, self._has_sent_cut = 0, False, False
         self._training = threading.get_ident()
         self.begin(0)
@@ -144,18 +150,33 @@ class Tracer:
             took_s = now_s - self._began_s
             self._put(TraceSpan(f"step {steps_done}", TRAINING, self._began_s, took_s, steps_done))
         self._began_s = now_s
-        was_on = self.on
+        was_traced = self._is_traced
         self._enter_step(steps_done + 1)
-        if was_on and (not self.on or now_s - self._flushed_s > FLUSH_S):
+        if was_traced and (not self._is_traced or now_s - self._flushed_s > FLUSH_S):
             self.flush()
 
     def stop(self) -> None:
         """Stop tracing and drop what was not sent; also called in a forked child."""
-        self.on = self.is_planned = False
-        self._spans = []
+        self.on = self.is_planned = self._is_sent = self._is_traced = False
+        self._spans, self._samples = [], []
+
+    def sample(self, steps_done: int) -> list[TraceSpan]:
+        """Record all steps from the next one on into a list, until `end_sample`."""
+        spans: list[TraceSpan] = []
+        self._samples.append(spans)
+        self.is_planned = True
+        self.begin(steps_done)
+        return spans
+
+    def end_sample(self, spans: list[TraceSpan]) -> None:
+        """Stop recording into a list that `sample` returned."""
+        self._samples = [one for one in self._samples if one is not spans]
+        self.is_planned = self._is_sent or bool(self._samples)
+        self.on = self._is_traced or bool(self._samples)
 
     def _enter_step(self, step: int) -> None:
-        self.on = self.is_planned and not self._is_cut and step in self._steps
+        self._is_traced = self._is_sent and not self._is_cut and step in self._steps
+        self.on = self._is_traced or bool(self._samples)
         self.step = step if self.on else 0
 
     # -- recording ----------------------------------------------------------------------------
@@ -191,8 +212,13 @@ class Tracer:
         return threading.current_thread().name
 
     def _put(self, span: TraceSpan) -> None:
+        for sample in self._samples:
+            sample.append(span)
+        if not self._is_sent or (span.step and span.step not in self._steps):
+            return
         if self._num_spans >= MAX_SPANS:
-            self._is_cut, self.on = True, False
+            self._is_cut, self._is_traced = True, False
+            self.on = bool(self._samples)
             return
         self._num_spans += 1
         self._spans.append(span)
