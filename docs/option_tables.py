@@ -20,7 +20,7 @@ from paceline.options.grammar import Option
 from paceline.pace.registry import KNOWN, Pace
 
 GUIDES = Path(__file__).parent / "guides"
-PAGES = ("parameter-server", "paces", "compression")
+PAGES = ("parameter-server", "paces", "compression", "planning")
 COMMON = ("buffers", "batchnorm", "unused", "bucket_mb", "precision", "resize_lr")
 _BLOCK = re.compile(
     r"<!-- (own |common |codec )?options(?:: ([\w ]+))? -->\n.*?<!-- end -->\n", re.DOTALL

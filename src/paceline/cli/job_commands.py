@@ -310,6 +310,7 @@ def _find(
     variables = {
         "PACELINE_PACE": facts.pace,
         "PACELINE_PRECISION": facts.precision,
+        "PACELINE_MAX_WIRE": facts.max_wire,
         "PACELINE_ENCRYPT": facts.encryption,
     }
     return where, words[1:] if name else words, variables

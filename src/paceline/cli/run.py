@@ -153,6 +153,13 @@ def _print_end(
         display.say(outcome.closing_line())
         if recorder is not None and recorder.is_writing:
             say(f"logs, events and TensorBoard files are in {spec.log_dir}")
+    is_planned = spec.max_wire is not None or (spec.pace is not None and spec.pace.first.is_auto)
+    if is_planned and not state.has_model and outcome.exit_code == 0:
+        option = f"--pace {spec.pace}" if spec.max_wire is None else f"--max-wire {spec.max_wire}"
+        display.say(
+            f"paceline: {option} had no effect: the script never called pl.distribute"
+            " (docs/guides/first-steps.md)"
+        )
     trace = job.write_trace(spec.log_dir)
     if trace is not None:
         say(printable(trace.encode(errors="backslashreplace")))

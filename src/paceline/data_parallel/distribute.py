@@ -52,6 +52,7 @@ def begin(
     try:
         raise_first_problem(group.ranks, "distribute", all_gather_object(group, problem))
         shown = [f"pace {phase.pace}@{phase.start}, options {phase.options}" for phase in phases]
+        shown += [] if choice.request is None else [f"planner {choice.request}"]
         require_same_model(group, model, optimizer, shown)
     except PacelineError:
         # Together with the other workers: closing a group at any other time waits for theirs.

@@ -67,6 +67,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     command: str  # for people
     pace: str = ""  # if it was given on the command line
     precision: str = ""  # the same
+    max_wire: str = ""  # the same
     encryption: str = "on"  # PACELINE_ENCRYPT in its processes
     log_dir: str = ""
     is_detached: bool = False
@@ -120,6 +121,7 @@ def facts_of(spec: RunSpec, where: JobAddresses) -> JobFacts:
         command=shlex.join((spec.target, *spec.arguments)),
         pace=str(spec.pace or ""),
         precision=spec.precision or "",
+        max_wire=spec.max_wire or "",
         encryption=encryption(),
         log_dir=str(spec.log_dir.absolute()) if spec.log_dir else "",
         is_detached=spec.is_detached,

@@ -123,7 +123,8 @@ def _command(spec: RunSpec) -> str:
     words = ["paceline", "run", "-n", str(spec.num_workers)]
     if spec.num_servers:
         words += ["-s", str(spec.num_servers)]
-    for option, value in (("--pace", spec.pace), ("--mesh", spec.mesh)):
+    options = (("--pace", spec.pace), ("--max-wire", spec.max_wire), ("--mesh", spec.mesh))
+    for option, value in options:
         words += [] if value is None else [option, str(value)]
     return shlex.join([*words, *["-m"] * spec.is_module, spec.target, *spec.arguments])
 

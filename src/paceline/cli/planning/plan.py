@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.cli.planning.link_probe import ProbedHosts, read_probe
 from paceline.cli.planning.profiling import measure_script
 from paceline.cli.planning.simulate import split_paces
 from paceline.errors import ConfigError, UsageError
@@ -70,7 +70,7 @@ def plan_job(options: PlanOptions) -> int:
     paces = [] if options.paces is None else split_paces(options.paces)
     scratch = Path(tempfile.mkdtemp(prefix="paceline-plan-"))
     try:
-        cluster, bandwidth_cv = _cluster(options, scratch)
+        cluster, bandwidth_cv = _cluster(options)
         profile, copies = _profile(options, cluster, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -92,7 +92,7 @@ def plan_job(options: PlanOptions) -> int:
 # -- what is there ----------------------------------------------------------------------------
 
 
-def _cluster(options: PlanOptions, scratch: Path) -> tuple[Cluster, float]:
+def _cluster(options: PlanOptions) -> tuple[Cluster, float]:
     """Return the hosts with measured rates, and the relative error of the links."""
     copy_rate = copy_bytes_per_s()
     if options.cluster is not None:
@@ -105,34 +105,34 @@ def _cluster(options: PlanOptions, scratch: Path) -> tuple[Cluster, float]:
         found = local_cluster(options.num_workers or usable_cores(), usable_cores(), limit)
         return msgspec.structs.replace(found, copy_bytes_per_s=copy_rate), 0.0
     listed = parse_hosts(options.hosts)
-    # The other hosts are taken to be like this one.
-    hosts = tuple(Host(one.name, usable_cores(), limit, one.slots) for one in listed)
-    found = Cluster(hosts, copy_bytes_per_s=copy_rate)
-    if len(hosts) < 2:
-        return found, 0.0
-    links, error = probe_links(listed, scratch)
-    return with_links(found, links), error
+    if len(listed) < 2:
+        hosts = tuple(Host(one.name, usable_cores(), limit, one.slots) for one in listed)
+        return Cluster(hosts, copy_bytes_per_s=copy_rate), 0.0
+    probed = probe_hosts(listed)
+    hosts = tuple(
+        Host(one.name, *probed.hosts.get(at, (usable_cores(), limit)), one.slots)
+        for at, one in enumerate(listed)
+    )
+    links = {
+        (listed[low].name, listed[high].name): Link(bandwidth, latency_s)
+        for low, high, bandwidth, latency_s, _ in probed.links
+    }
+    error = statistics.fmean(spread for *_, spread in probed.links)
+    return with_links(Cluster(hosts, copy_bytes_per_s=copy_rate), links), error
 
 
-def probe_links(
-    hosts: Sequence[HostSlots], scratch: Path
-) -> tuple[dict[tuple[str, str], Link], float]:
-    """Measure the links of all pairs with a job of one worker on each host."""
+def probe_hosts(hosts: Sequence[HostSlots]) -> ProbedHosts:
+    """Measure the links of all pairs, and cores and memory, with a worker on each host."""
     say(f"measuring the links between {len(hosts)} hosts")
-    target = scratch / "links.json"
     names = ",".join(str(replace(one, slots=1)) for one in hosts)
     command = [sys.executable, "-m", "paceline", "run", "-n", str(len(hosts)), "--hosts", names]
-    command += ["--log-dir", "none", "-m", "paceline.cli.planning.link_probe", str(target)]
+    command += ["--log-dir", "none", "-m", "paceline.cli.planning.link_probe"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or not target.is_file():
+    found = read_probe(done.stdout.splitlines())
+    if done.returncode or not found.links:
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
         raise UsageError(f"the links could not be measured:\n{last}")
-    found = json.loads(target.read_text(encoding="utf-8"))
-    links = {
-        (hosts[int(low)].name, hosts[int(high)].name): Link(bandwidth, latency_s)
-        for low, high, bandwidth, latency_s, _ in found
-    }
-    return links, statistics.fmean(spread for *_, spread in found)
+    return found
 
 
 def _profile(options: PlanOptions, cluster: Cluster, scratch: Path) -> tuple[ModelProfile, int]:

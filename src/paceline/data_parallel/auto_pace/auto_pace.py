@@ -259,7 +259,8 @@ class AutoPace:
             changed_at=steps if is_change else state.changed_at,
         )
         verb = "" if not change else f"{change}, so" if is_change else f"{change}, but still"
-        return _Outcome(now, lines=found.lines(verb))
+        lines = found.lines(verb)
+        return _Outcome(now, lines=lines if is_change or not change else lines[:1])
 
     # -- what is there --------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from paceline.runtime.machine import memory, usable_cores
 
 WARM_UP = 3  # steps that are not counted: the first ones allocate memory
 MEASURED = 5
+_LONGEST_WAIT_S = 3.0  # for a budget, after one step: one that nothing fits is refused soon
 
 
 class WorkerNote(msgspec.Struct, frozen=True):
@@ -153,7 +154,7 @@ class Window:
         """Wait until what this worker has sent is within a rate."""
         wait_s = self.wire_bytes / bytes_per_s - self.elapsed_s
         if wait_s > 0:
-            time.sleep(wait_s)
+            time.sleep(min(wait_s, _LONGEST_WAIT_S))
             self._last_s = time.monotonic()
             self._job.reporter.begin()  # the next step begins now
             tracer.begin(self._job.steps_done)

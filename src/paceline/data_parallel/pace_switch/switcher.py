@@ -333,6 +333,10 @@ class PaceSwitcher(Part):
         changes, generation, steps, meeting = state.counts
         if self.auto is not None:
             self.auto.next_step = meeting
+        elif meeting >= 0:
+            self._job.elastic.exit_for_replacement(
+                "the other workers plan their pace (--pace auto, --max-wire), and this one does not"
+            )
         if "plain" in state.passing:
             self._join_pending_change(changes, steps, state.passing["plain"])
             return

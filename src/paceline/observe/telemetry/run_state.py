@@ -132,6 +132,7 @@ class RunState:
         self.loads: dict[int, ServerLoad] = {}  # by number of the server: the newest
         self.num_load_reports: dict[int, int] = {}
         self.mesh: Mesh | None = None  # as the workers report it
+        self.has_model = False  # a script has called pl.distribute
         self._by_rank: dict[int, Process] = {}
         # Caches, None when outdated: all processes in order; the number of running workers and the
         # finished workers.
@@ -253,9 +254,10 @@ class RunState:
             self.set_state(event.rank, LOST)
         elif isinstance(event, MemberLeft):
             self.set_state(event.rank, FINISHED)
-        elif isinstance(event, TrainingConfigured) and "mesh" in event.values:
+        elif isinstance(event, TrainingConfigured):
+            self.has_model = True
             with contextlib.suppress(UsageError):  # from a worker with another version of Paceline
-                self.mesh = Mesh.parse(event.values["mesh"])
+                self.mesh = Mesh.parse(event.values["mesh"]) if "mesh" in event.values else None
 
     def _on_progress(self, t: float, event: ProgressReport) -> None:
         process = self._by_rank.get(event.rank)
