@@ -18,6 +18,7 @@ import typer
 
 from paceline.cli import checkpoint, run_options
 from paceline.cli.planning import options as planning_options
+from paceline.cli.planning import run_options as measuring_options
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -239,6 +240,12 @@ app.command(
     help="Simulate a model on a cluster that you may not have: step times, waits, staleness,"
     " failures."
 )(planning_options.simulate)
+app.command(
+    context_settings={"allow_interspersed_args": False},
+    help="Check that the first steps of a job equal those of one process with the global batch.",
+    epilog="Exit code 0: equal within the tolerance; 1: not. Arguments after the script name are"
+    " passed to the script.",
+)(measuring_options.parity)
 
 
 @app.command(help="List the paces and codecs with their options, defaults and meanings.")

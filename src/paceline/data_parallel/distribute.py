@@ -23,8 +23,10 @@ from paceline.data_parallel.pace_switch.requests import pace_requests_of
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import PacelineError
 from paceline.observe.telemetry.events import TrainingConfigured
+from paceline.runtime.config import requested_probe
 from paceline.runtime.console import say
 from paceline.runtime.job import Job
+from paceline.runtime.probe_spec import NO_PROBE, parse_probe
 
 _switchers: weakref.WeakKeyDictionary[nn.Module, PaceSwitcher] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # the same on all workers
@@ -68,6 +70,11 @@ def begin(
             switcher.auto.begin(0)
     _switchers[model] = switcher
     _optimizers.add(optimizer)
+    probe = parse_probe(requested_probe())
+    if probe is not NO_PROBE:
+        from paceline.data_parallel.probe.attach import attach_probes
+
+        attach_probes(probe, job, model, optimizer, lambda: switcher.training.settle())
     if job.env.rank == 0:
         _announce(job, switcher)
     return switcher

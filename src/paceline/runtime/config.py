@@ -1,13 +1,12 @@
 """Settings from the environment: which process of which job this is, and the engine's limits.
 
 This is the only module that reads `os.environ`. It reads the variables of Paceline's launcher and
-of others: a process started by torchrun, srun, Open MPI or MPICH finds its rank
-(runtime/launch_context.py).
+of others: torchrun, srun, Open MPI, MPICH (runtime/launch_context.py).
 
 PACELINE_TELEMETRY=off: workers do not time their steps and report no learning rate, to measure what
 that costs (bench/telemetry.py). Progress is still shown.
 
-Nothing here opens a socket or connects ranks: that is `control/client/rendezvous.py`.
+Nothing here opens a socket or connects ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from paceline.runtime.launch_context import (
     PACELINE,
     TORCH_STYLE,
     data_worker_context,
+    data_worker_counts,
     find_launchers,
     is_present,
     local_ranks,
@@ -33,7 +33,7 @@ from paceline.runtime.launch_context import (
     require_agreement,
     server_context,
 )
-from paceline.runtime.machine import process_start
+from paceline.runtime.machine import boot_id, process_start
 
 DEFAULT_BIND_ADDRESS = "127.0.0.1"
 HOROVOD = "PACELINE_HOROVOD"  # set to 1: `import horovod` uses paceline.horovod
@@ -115,7 +115,7 @@ _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION", "AS_GLOO"),
     *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR", "ENCRYPT"),
-    *("DEVICES", "HOROVOD", "MAX_WIRE"),
+    *("DEVICES", "HOROVOD", "MAX_WIRE", "PROBE"),
 )
 # With these the runtimes of accelerators hide devices from a process.
 _VISIBILITY = (
@@ -134,7 +134,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     environ = os.environ if environ is None else environ
     _refuse_misspelling(environ)
     role, num_servers = _choice(environ, "ROLE", _ROLES), _count(environ, "SERVERS", 0)
-    data_workers = _data_workers(environ)
+    data_workers = data_worker_counts(environ)
     is_newcomer = _is_set(environ, "JOINS")
     if is_newcomer:
         contexts = [newcomer_context(environ)]
@@ -257,6 +257,11 @@ def requested_devices(environ: Mapping[str, str] | None = None) -> str | None:
     return _text(environ, "DEVICES")
 
 
+def requested_probe(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what PACELINE_PROBE asks of this worker (runtime/probe_spec.py), or None."""
+    return _text(environ, "PROBE")
+
+
 def visible_devices(environ: Mapping[str, str] | None = None) -> str:
     """Return which devices the runtimes of accelerators show to this process; "" if all."""
     environ = os.environ if environ is None else environ
@@ -303,17 +308,6 @@ def _refuse_misspelling(environ: Mapping[str, str]) -> None:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
             if near:
                 raise ConfigError(f"unknown variable {name}, did you mean {near[0]}?")
-
-
-def _data_workers(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Parse "2,1": two data workers for the first stage, one for the second."""
-    text = environ.get("PACELINE_DATA_WORKERS", "")
-    counts = text.split(",") if text else []
-    if not all(count.isdecimal() and int(count) > 0 for count in counts):
-        raise ConfigError(
-            f"PACELINE_DATA_WORKERS={text!r}: expected numbers above 0, as in 2 or 2,1"
-        )
-    return tuple(map(int, counts))
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -388,18 +382,14 @@ def _job_id(environ: Mapping[str, str], source: str) -> str:
 
 def natural_host_id() -> str:
     """Return an id of kernel and network namespace: equal ids can share memory and Unix sockets."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
-        return f"{boot_id.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot_id()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def clock_id(environ: Mapping[str, str] | None = None) -> str:
     """Return an id of the monotonic clock: processes with equal ids have the same time."""
     environ = os.environ if environ is None else environ
-    host = environ.get("PACELINE_HOST_ID", "")
-    if not host:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
-            host = boot_id.read().strip()
+    host = environ.get("PACELINE_HOST_ID") or boot_id()
     try:
         return f"{host}-{os.stat('/proc/self/ns/time').st_ino}"
-    except OSError:  # a kernel before 5.6 has one clock for all
-        return host
+    except OSError:
+        return host  # a kernel before 5.6 has one clock for all

@@ -130,6 +130,17 @@ def data_worker_context(
     )
 
 
+def data_worker_counts(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Parse PACELINE_DATA_WORKERS, "2,1": two data workers for the first stage, one for the second."""
+    text = environ.get("PACELINE_DATA_WORKERS", "")
+    counts = text.split(",") if text else []
+    if not all(count.isdecimal() and int(count) > 0 for count in counts):
+        raise ConfigError(
+            f"PACELINE_DATA_WORKERS={text!r}: expected numbers above 0, as in 2 or 2,1"
+        )
+    return tuple(map(int, counts))
+
+
 def newcomer_context(environ: Mapping[str, str]) -> LaunchContext:
     """Return the context of a process that joins a running job."""
     rank = parse_number(environ, PACELINE.rank, int)

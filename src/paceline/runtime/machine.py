@@ -169,3 +169,9 @@ def process_start(pid: int) -> str | None:
         return None
     # Fields after the name start at number 3; 22 is the start time. A zombie no longer acts.
     return None if after_name[0] in "ZX" else after_name[19]
+
+
+def boot_id() -> str:
+    """Return an id of this machine since its last start; containers on it have the same."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()

@@ -1,4 +1,4 @@
-"""The options of the planning commands: `simulate`, `plan`. Their modules do the work."""
+"""The options of `simulate` and `plan`. Their modules do the work."""
 
 from __future__ import annotations
 

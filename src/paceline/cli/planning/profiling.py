@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.errors import UsageError
+from paceline.cli.planning.child_job import (
+    STOPPED,
+    Child,
+    require_training,
+    start_job,
+    stop_jobs,
+)
 from paceline.planner.measured_profile import LEAST_STEPS, read_measured, timed_steps
 from paceline.planner.profile import ModelProfile
-from paceline.runtime.config import inherited_environ
 from paceline.runtime.console import say
 
 WARM_UP = 3  # steps that are not counted: the first ones allocate memory
@@ -27,7 +29,6 @@ STEPS = 12
 _PATIENCE_S = 45.0  # a script that is slow is measured with fewer steps
 _START_S = 120.0  # until the first step
 _POLL_S = 0.1
-_END_S = 15.0
 
 
 def measure_script(
@@ -42,48 +43,26 @@ def measure_script(
     """Run `copies` of a script (`target`: its words on the command line) and return its profile."""
     name = Path(next((word for word in target if not word.startswith("-")), "script")).stem
     directories = [scratch / f"copy-{number}" for number in range(copies)]
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Child] = []
     peak = 0
     try:
         # One by one, so that `started` has all that run if one cannot be started.
         started.extend(_start(target, directory, threads, steps) for directory in directories)
         peak = _follow(started, directories, steps, patience_s)
     finally:
-        _stop(started)
+        stop_jobs(started)
     _require_steps(name, started, directories)
     return read_measured(directories, name=name, threads=threads, process_bytes=peak)
 
 
-def _start(
-    target: Sequence[str], directory: Path, threads: int, steps: int
-) -> subprocess.Popen[bytes]:
-    directory.mkdir(parents=True)
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "run",
-        "-n",
-        "1",
-        "--threads-per-worker",
-        str(threads),
-    ]
-    command += ["--trace", f"{WARM_UP + 1}:{WARM_UP + 1 + steps}", "--log-dir", str(directory)]
-    own = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    environ = {key: value for key, value in inherited_environ().items() if not key.startswith(own)}
-    with open(directory / "output", "wb") as output:
-        return subprocess.Popen(
-            [*command, *target],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            start_new_session=True,  # Ctrl-C is for this process, which stops the copies
-        )
+def _start(target: Sequence[str], directory: Path, threads: int, steps: int) -> Child:
+    traced = f"{WARM_UP + 1}:{WARM_UP + 1 + steps}"
+    words = ["-n", "1", "--threads-per-worker", str(threads), "--trace", traced]
+    return start_job([*words, *target], directory)
 
 
 def _follow(
-    started: Sequence[subprocess.Popen[bytes]],
+    started: Sequence[Child],
     directories: Sequence[Path],
     steps: int,
     patience_s: float,
@@ -129,60 +108,11 @@ def _largest_child(pid: int) -> int:
     return largest
 
 
-def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    for one in started:
-        if one.poll() is None:
-            one.send_signal(signal.SIGINT)
-    for one in started:
-        if _has_not_ended(one):
-            os.killpg(one.pid, signal.SIGKILL)
-            one.wait()
-
-
-def _has_not_ended(one: subprocess.Popen[bytes]) -> bool:
-    try:
-        one.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
-
-
-def _require_steps(
-    name: str, started: Sequence[subprocess.Popen[bytes]], directories: Sequence[Path]
-) -> None:
+def _require_steps(name: str, started: Sequence[Child], directories: Sequence[Path]) -> None:
     """Raise UsageError if a copy could not be measured, with what it printed."""
-    stopped = (0, -signal.SIGINT, 130)
     # A copy that failed comes first: the others were stopped because of it.
-    pairs = sorted(zip(started, directories, strict=True), key=lambda p: p[0].returncode in stopped)
+    pairs = sorted(zip(started, directories, strict=True), key=lambda p: p[0].returncode in STOPPED)
     for one, directory in pairs:
-        printed = (directory / "output").read_text(encoding="utf-8", errors="replace")
         counted = max((len(times) for times in timed_steps(directory).values()), default=0)
-        if counted >= WARM_UP + LEAST_STEPS:
-            continue
-        log = directory / "rank-0.log"
-        script = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-        last = "\n".join((script or printed).strip().splitlines()[-8:])
-        if one.returncode not in stopped:
-            raise UsageError(
-                f"{name} failed while it was measured, with exit code {one.returncode}; it printed"
-                f" last:\n{last}"
-            )
-        if not counted and '"settled"' not in _events(directory):
-            raise UsageError(
-                f"{name} never called pl.distribute, so there is no step to measure; the planner"
-                " needs a script that trains with Paceline (docs/guides/first-steps.md)"
-            )
-        if not counted:
-            raise UsageError(
-                f"{name} called pl.distribute but took no optimizer step: it trains on nothing; is"
-                " its data empty?"
-            )
-        raise UsageError(
-            f"{name} ended after {counted} steps; the planner needs"
-            f" {WARM_UP + LEAST_STEPS} ({WARM_UP} are not counted): let it train longer"
-        )
-
-
-def _events(directory: Path) -> str:
-    path = directory / "events.jsonl"
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        least = WARM_UP + LEAST_STEPS
+        require_training(name, one, directory, counted, least, "while it was measured")

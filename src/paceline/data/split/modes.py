@@ -34,7 +34,9 @@ from paceline.data.split.weights import GivenCost
 from paceline.data.workers.recipe import Stage
 from paceline.data.workers.source import pipeline_source
 from paceline.errors import UsageError
+from paceline.runtime.config import requested_probe
 from paceline.runtime.job import Job
+from paceline.runtime.probe_spec import parse_probe
 
 MODES = ("shard", "partition", "replicate", "dynamic", "pipeline")
 
@@ -166,6 +168,8 @@ def _sharded(
     batch, presharded = options.batch, options.presharded
     # The number of workers that determines the size of a global batch.
     nominal = job.env.world_size if job.elastic.is_on else group.size
+    if group.size == 1:  # it may stand for several workers (`paceline parity`)
+        nominal = parse_probe(requested_probe()).stands_for or nominal
     if warmup is not None and job.elastic.is_on and not job.elastic.is_lockstep:
         raise UsageError(
             f"warmup={warmup[0]}: in an elastic job with a free-running pace a newcomer finds its"

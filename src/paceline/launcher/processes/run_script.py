@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import os
 import pkgutil
+import random
 import runpy
 import signal
 import sys
@@ -28,7 +29,9 @@ from typing import Any
 import msgspec
 
 from paceline.launcher.processes.process import die_with
-from paceline.runtime.config import adopt_environ, inherited_environ
+from paceline.runtime.config import adopt_environ, inherited_environ, requested_probe
+from paceline.runtime.launch_context import PACELINE
+from paceline.runtime.probe_spec import parse_probe
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -75,11 +78,21 @@ def become(
     if not is_safe and _hides_module(_first_path(command)):
         os.execve(sys.executable, command.argv, environ)
     show(command.argv, environ)
-    _forget_state(environ.get("OMP_NUM_THREADS", ""), threads)
+    _forget_state(environ, threads)
 
 
-def _forget_state(threads: str, template_threads: str | None) -> None:
+def _seed_all(seed: int) -> None:
+    """Seed the generators of this process."""
+    random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _forget_state(environ: Mapping[str, str], template_threads: str | None) -> None:
     """Reset what libraries have read or drawn at import."""
+    threads = environ.get("OMP_NUM_THREADS", "")
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         if threads != template_threads and threads.isdigit():
@@ -87,6 +100,9 @@ def _forget_state(threads: str, template_threads: str | None) -> None:
         torch.default_generator.seed()  # or all processes would draw the same numbers
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    seed = parse_probe(requested_probe(environ)).seed
+    if seed is not None:  # jobs that are compared begin with the same numbers
+        _seed_all(seed + int(environ.get(PACELINE.rank, "0")))
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
 

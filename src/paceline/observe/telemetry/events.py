@@ -37,6 +37,7 @@ DONE_SHARE = "done %"  # of the script's outermost loop over pl.steps or pl.epoc
 DEVICE_TIME = "device ms"  # of the device, from one step to the next
 DEVICE_MEMORY = "device MB"  # the most that this process has used
 COPY_SHARE = "copy %"  # of the device's time: copies between host and device
+BACKWARD_LOSS = "backward loss"  # the value on which the script calls backward() (PACELINE_PROBE)
 CODEC_ERROR = "codec error"  # share of a gradient that a codec leaves for later steps, 0 to 1
 
 
