@@ -242,6 +242,11 @@ app.command(
 )(planning_options.simulate)
 app.command(
     context_settings={"allow_interspersed_args": False},
+    help="Run a script at several paces with equal budgets: loss, speed, bytes; also as a page.",
+    epilog="Arguments after the script name are passed to the script.",
+)(measuring_options.compare)
+app.command(
+    context_settings={"allow_interspersed_args": False},
     help="Check that the first steps of a job equal those of one process with the global batch.",
     epilog="Exit code 0: equal within the tolerance; 1: not. Arguments after the script name are"
     " passed to the script.",

@@ -199,7 +199,7 @@ def causes(parity: Parity) -> list[str]:
             )
     if facts["norms"]:
         found.append(
-            f"batch norm: {facts['norms']} module(s) use the statistics of their own worker's batch;"
+            f"batch norm: {facts['norms']} module(s) use statistics of each worker's own batch;"
             " pl.distribute(..., batchnorm='global') uses those of the global batch"
         )
     if facts["dropouts"]:

@@ -19,11 +19,20 @@ from paceline.observe.report.canvas import (
 
 _WIDTH, _HEIGHT = 760, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 540, 44, 350
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2609a", "#c98a00", "#3ba3df", "#7c5cb5", "#707784")
-_INK, _SOFT, _GRID = "#1b2130", "#5a6376", "#e4e7ed"
+LINE_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#c2609a",
+    "#c98a00",
+    "#3ba3df",
+    "#7c5cb5",
+    "#707784",
+)
+INK, SOFT, GRID = "#1b2130", "#5a6376", "#e4e7ed"
 
 
-def _group(parts: Sequence[str], **attributes: str) -> str:
+def styled(parts: Sequence[str], **attributes: str) -> str:
     """Return elements with attributes, which every viewer understands; some ignore CSS."""
     named = " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in attributes.items())
     return f"<g {named}>{''.join(parts)}</g>"
@@ -55,16 +64,16 @@ def family_plot(
     labels.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 10, escaped(x_label), "", "middle"))
     title_text = text(_LEFT, 20, escaped(title, 90))
     inside = [
-        _group([title_text], fill=_INK, font_size="15", font_weight="600"),
-        _group(grid, stroke=_GRID),
-        _group(axis, stroke=_SOFT),
-        _group(labels, fill=_SOFT),
+        styled([title_text], fill=INK, font_size="15", font_weight="600"),
+        styled(grid, stroke=GRID),
+        styled(axis, stroke=SOFT),
+        styled(labels, fill=SOFT),
         *_lines(lines, x, y),
     ]
     font = "system-ui, Helvetica, sans-serif"
     parts = [
         '<rect width="100%" height="100%" fill="#fff"/>',
-        _group(inside, font_family=font, font_size="13"),
+        styled(inside, font_family=font, font_size="13"),
     ]
     drawn = svg(_WIDTH, _HEIGHT, escaped(title, 90), escaped(", ".join(lines), 200), parts)
     return drawn.replace(
@@ -76,15 +85,15 @@ def _lines(lines: Mapping[str, Points], x: AxisScale, y: AxisScale) -> list[str]
     parts: list[str] = []
     ends: list[tuple[float, str, str]] = []
     for at, (name, points) in enumerate(lines.items()):
-        colour = _COLOURS[at % len(_COLOURS)]
+        colour = LINE_COLOURS[at % len(LINE_COLOURS)]
         placed = [(x.at(a), y.at(b)) for a, b in sorted(points)]
         if len(placed) > 1:
             drawn = [polyline(placed, "line")]
-            parts.append(_group(drawn, fill="none", stroke=colour, stroke_width="2"))
-        parts.append(_group([polyline([point], "dot") for point in placed], fill=colour))
+            parts.append(styled(drawn, fill="none", stroke=colour, stroke_width="2"))
+        parts.append(styled([polyline([point], "dot") for point in placed], fill=colour))
         ends.append((placed[-1][1], colour, name))
     below = 0.0
     for height, colour, name in sorted(ends):  # labels keep a distance of one line
         below = max(height + 4, below + 16)
-        parts.append(_group([text(_RIGHT + 12, below, escaped(name, 32))], fill=colour))
+        parts.append(styled([text(_RIGHT + 12, below, escaped(name, 32))], fill=colour))
     return parts

@@ -29,7 +29,7 @@ from paceline.observe.telemetry.step_times import Bottleneck
 from paceline.runtime.formatting import duration, percent, short_number
 
 REPORT_FILE = "report.html"
-_STYLE_SHEET = Path(__file__).with_name("report.css")
+STYLE_SHEET = Path(__file__).with_name("report.css")
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -71,7 +71,7 @@ def render(run: Run) -> str:
     ]
     return _PAGE.substitute(
         title=f"{escaped(name, 100)} \u00b7 Paceline",
-        style=_STYLE_SHEET.read_text(),
+        style=STYLE_SHEET.read_text(),
         body="\n".join(part for part in parts if part),
         lines=short_number(run.state.num_events),
     )
