@@ -131,7 +131,7 @@ def data_worker_context(
 
 
 def data_worker_counts(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Parse PACELINE_DATA_WORKERS, "2,1": two data workers for the first stage, one for the second."""
+    """Parse PACELINE_DATA_WORKERS: "2,1" are two for the first stage, one for the second."""
     text = environ.get("PACELINE_DATA_WORKERS", "")
     counts = text.split(",") if text else []
     if not all(count.isdecimal() and int(count) > 0 for count in counts):

@@ -1,1 +1,1 @@
-"""The commands that help to choose a pace: `plan` and `simulate`, and what they measure with."""
+"""The commands that help to choose a pace: `plan`, `simulate`, `compare`, `parity`."""

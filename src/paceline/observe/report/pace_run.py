@@ -100,20 +100,26 @@ class PaceRun:
                 made.append(Point((at + 1) * width_s, samples, mean, per_s))
         return made
 
-    def time_to(self, loss: float) -> float | None:
-        """Return when the curve, smoothed over 3 stretches, first reached a loss; None: never."""
+    def smooth(self) -> list[tuple[float, float]]:
+        """Return times with the loss, smoothed over 3 stretches."""
         points = self.curve()
-        for at in range(len(points)):
-            near = points[max(0, at - 1) : at + 2]
-            if statistics.fmean(one.loss for one in near) <= loss:
-                return points[at].t_s
-        return None
+        return [
+            (one.t_s, statistics.fmean(near.loss for near in points[max(0, at - 1) : at + 2]))
+            for at, one in enumerate(points)
+        ]
+
+    def time_to(self, loss: float) -> float | None:
+        """Return when the smoothed loss first was as low as that; None: never."""
+        return next((t_s for t_s, found in self.smooth() if found <= loss), None)
 
 
 def common_loss(runs: Sequence[PaceRun]) -> float | None:
-    """Return the lowest loss that all runs have reached."""
-    found = [one.loss for one in runs if one.loss is not None and math.isfinite(one.loss)]
-    return max(found, default=None)
+    """Return the lowest loss that all runs have reached, at some time."""
+    lowest = [
+        min((loss for _, loss in one.smooth() if math.isfinite(loss)), default=math.nan)
+        for one in runs
+    ]
+    return max((one for one in lowest if math.isfinite(one)), default=None)
 
 
 def read_pace_run(

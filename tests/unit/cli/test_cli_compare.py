@@ -1,0 +1,59 @@
+"""Wrong options of `paceline compare` and `paceline parity`: errors that say what to type."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", "--budget", "0s"], "--budget 0s: nothing is reached in no time"),
+        (["compare", "--budget", "5s", "--steps", "9"], "give one of them"),
+        (["compare", "--steps", "2"], "at least 3 steps"),
+        (["compare", "--slow", "2:4x"], "there is no rank 2; the ranks are 0 to 1"),
+        (["compare", "--slow", "1:0.5x"], "give at least 1x"),
+        (["compare", "--slow", "fast"], "expected RANK:FACTORx, such as 1:4x"),
+        (["compare", "--paces", "nonsense"], "there is no such pace"),
+        (["compare", "--paces", "ps,ps"], "names ps twice"),
+        (["compare", "--paces", "backup:2"], "leave no worker to wait for"),
+        (["compare", "--paces", "hogwild", "--link", "1gbit"], "cannot be compared with --link"),
+        (["compare", "--link", "0mbit"], "nothing can be sent at that rate"),
+        (["compare", "-n", "1"], "from 2 workers on"),
+        (["parity", "-n", "1"], "is compared with at least 2"),
+        (["parity", "--steps", "1"], "at least 3 steps"),
+        (["parity", "--pace", "async"], "pace async cannot be compared with one process"),
+        (["parity", "--pace", "allreduce[compress=int8]"], "without a codec"),
+        (["parity", "--tolerance", "-1"], "expected a number of at least 0"),
+    ],
+)
+def test_wrong_options_are_explained(tmp_path, capsys, words, message):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(SystemExit) as ended:
+        main([*words, str(script)])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "parity"])
+def test_a_script_that_is_not_there(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "gone.py"])
+    assert ended.value.code == 2 and "there is no script" in capsys.readouterr().err
+
+
+def test_links_without_the_rights_to_shape_them(tmp_path, capsys, monkeypatch):
+    """The tools of the system refuse: the error quotes them, with the user and the rate."""
+    for tool in ("ip", "tc", "nsenter", "unshare"):
+        program = tmp_path / tool
+        program.write_text("#!/bin/sh\necho not permitted >&2\nexit 1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--link", "100mbit", str(tmp_path / "train.py")])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "--link 100mbit: this process may not shape links" in error
+    assert "not permitted" in error and "kernel.unprivileged_userns_clone=1" in error
