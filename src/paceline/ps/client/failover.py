@@ -263,8 +263,11 @@ class Failover:
             self.connection.close()
         self.connection = self._used = None
 
-    def wait_for_change(self, timeout_s: float) -> None:
-        """Wait for a newer membership."""
+    def wait_for_change(self, timeout_s: float, *, has_left: bool) -> None:
+        """Wait for a newer membership; PeerLost: this worker has left, and connects to no other
+        server. Its end of the broken connection is released then: the old one waits for that."""
+        if has_left:
+            raise errors.PeerLost(f"partition {self._partition}: its server has hung up")
         self._agent.wait_for_generation(self.newest.generation, timeout_s)
 
     def look_for_help(self) -> None:

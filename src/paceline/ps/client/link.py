@@ -293,7 +293,7 @@ class ServerLink:
                     return
             else:
                 assert self._failover is not None
-                self._failover.wait_for_change(slice_s)
+                self._failover.wait_for_change(slice_s, has_left=self._has_left)
 
     def _has_begun(
         self, connection: ServerConnection, incoming: IncomingReply, slice_s: float

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from paceline.comm.shared_memory import allocate
+from paceline.comm.shared_memory import allocate, zeros_in_large_pages
 from paceline.errors import PacelineError, ShapeMismatch, UnknownKey, UsageError
 from paceline.ps import messages as m
 from paceline.ps.server.table import Table
@@ -71,10 +71,15 @@ def host(server: Server, request: m.Open, maker: Caller) -> ServedTable:
 
 
 def host_copy(server: Server, spec: TableSpec, maker: int, *, is_named: bool) -> ServedTable:
-    """Create a table like another copy's, without its state."""
+    """Create a table of zeros like another copy's, without its state.
+
+    Its memory is private, because the kernel provides that page by page: workers wait for this copy
+    meanwhile, and for engine memory of 500 MB they would wait most of a second. Values are copied
+    to workers anyway, since a copy shares no memory with them.
+    """
 
     def memory(_shard: int, _use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return allocate(server.context.engine, (count,), dtype)
+        return zeros_in_large_pages(count, dtype)
 
     served = _add(server, Table(spec, memory, time.monotonic, server=server.index), False, maker)
     if not is_named:

@@ -331,10 +331,10 @@ class Table:
         )
 
     def restore(self, form: TableState) -> None:
-        """Restore the state of another copy; numbers, optimizer state and pushes follow."""
+        """Restore the state of another copy in a new table of zeros; numbers, optimizer state and
+        pushes follow."""
         for shard, is_assigned in zip(self.shards, form.is_assigned, strict=True):
             shard.is_assigned = is_assigned
-            shard.params.zero_()
         self.clocks.restore(form.version, form.clocks)
         self._records.settings.update(form.settings)
         self._records.outcomes.update(form.outcomes)
