@@ -96,11 +96,12 @@ def measure_step(ray: RayCluster, ssh: SshCluster, rounds: int) -> dict[str, lis
     """Return median step times over Ray and over ssh, in turns."""
     found: dict[str, list[float]] = {"ray": [], "ssh": []}
     for _ in range(rounds):
-        job = _job(ray, "-n 2 --placement spread", COUNT=300, SIZE=512)
+        # One thread each: Ray allows a worker as many as it has CPUs, ssh all cores of the host.
+        job = _job(ray, "-n 2 --placement spread --threads-per-worker 1", COUNT=300, SIZE=512)
         if job.finish(180):
             raise SystemExit(f"ray: a job failed:\n{job.text}")
         directory = Path(tempfile.mkdtemp(dir=ssh.directory))
-        options = "--hosts a:1,b:1 --env COUNT=300 --env SIZE=512"
+        options = "--hosts a:1,b:1 --threads-per-worker 1 --env COUNT=300 --env SIZE=512"
         other = HostJob(ssh, directory, *options.split(), script=_STEPS)
         if other.result():
             raise SystemExit(f"ray: a job over ssh failed:\n{other.output}")

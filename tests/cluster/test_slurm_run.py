@@ -163,22 +163,6 @@ def test_elastic_training_continues_through_a_lost_node(desk):
     assert "4 ranks, failed" not in text
 
 
-def test_a_signal_to_the_step_of_one_node_is_a_notice_for_that_host(desk):
-    """Each agent is a step of its own, so Slurm can signal one node: a planned leave follows."""
-    words = ["-N", "2", "-n", "4", "--min", "1", "--preemption-deadline", "20s"]
-    job = desk.submit(*words, "--env", "STEPS=300", desk.script(TRAIN))
-    desk.wait_for(job, "step 10")
-    shown = desk.slurm.run("squeue", "--steps", "-hj", job, "-o", "%i %N %j").stdout
-    [step] = [line.split()[0] for line in shown.splitlines() if line.endswith("c paceline-agent")]
-    desk.slurm.run("scancel", "--signal=TERM", step)
-    desk.wait_for(job, "host c goes away in 20 s (its agent got SIGTERM): ranks 2-3 hand over")
-    text = desk.wait(job, within_s=120)
-    assert "host c has left after" in text and "no step is repeated" in text, text
-    assert not re.search(r"worker \d .* lost", text), text
-    done = {line.split("]")[0] for line in text.splitlines() if "] done" in line}
-    assert done == {"[0", "[1"}, text
-
-
 @pytest.mark.slow
 def test_sigterm_becomes_a_checkpoint_and_a_requeue_that_resumes(desk):
     job = desk.submit("-N", "2", "-n", "2", desk.script(RESUMABLE))
