@@ -271,8 +271,9 @@ class AutoPace:
         return f"a host sent {mbit_text(wire_rate)} of at most {mbit_text(budget)}"
 
     def _probe(self, hosts: WorkerHosts) -> tuple[list[LinkFound], float]:
-        """Measure the links between the hosts; collective."""
-        start_s = time.monotonic()
+        """Measure the links between the hosts; collective. Also returns the time that it took; with
+        a budget, the time in which as many bytes may be sent."""
+        start_s, sent = time.monotonic(), self._window.wire_bytes
         rows = measure_links(self._group, pairs_of(hosts.first_workers), _PROBE_S)
         names = hosts.names
         at = {rank: name for rank, name in zip(hosts.first_workers, names, strict=True)}
@@ -280,7 +281,10 @@ class AutoPace:
             LinkFound(min(at[low], at[high]), max(at[low], at[high]), rate, latency_s, spread)
             for low, high, rate, latency_s, spread in rows
         ]
-        return links, time.monotonic() - start_s
+        took_s = time.monotonic() - start_s
+        if self._request.max_wire is not None:
+            took_s = max(took_s, (self._window.wire_bytes - sent) / self._request.max_wire)
+        return links, took_s
 
     def _candidates(self, hosts: WorkerHosts) -> list[Candidate]:
         """Return what all workers can run, the pace that was measured first; collective."""
