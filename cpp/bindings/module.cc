@@ -20,7 +20,7 @@
 #include "paceline/collectives/group.h"
 #include "paceline/reduce/kernels.h"
 #include "paceline/transport/private_view.h"
-#include "paceline/wire/libcrypto.h"
+#include "paceline/wire/record.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -345,7 +345,7 @@ NB_MODULE(_core, m) {
   }();
   m.attr("CIPHERS") = nb::make_tuple(name_of(CipherKind::aes_256_gcm), name_of(CipherKind::chacha20_poly1305));
   m.def("preferred_cipher", [] { return name_of(preferred_cipher()); });
-  m.def("cipher_library", [] { return Libcrypto::get().where; });
+  m.def("cipher_library", &cipher_library);
   m.attr("KINDS") = [] {
     nb::list names;
     for (int i = 0; i < int(Kind::count_); ++i) names.append(name_of(Kind(i)));

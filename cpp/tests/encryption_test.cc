@@ -259,6 +259,25 @@ TEST(a_connection_that_is_cut_is_lost_and_yields_no_part_of_a_record) {
   CHECK(network.receiver->lost());
 }
 
-TEST(libcrypto_is_found) { CHECK(!Libcrypto::get().where.empty()); }
+// Compares libIPSec_MB with libcrypto where the former is installed; elsewhere both sides are libcrypto.
+TEST(records_of_either_library_open_with_the_other) {
+  using Library = RecordCipher::Library;
+  for (bool fast_seals : {true, false}) {
+    Library seals = fast_seals ? Library::fastest : Library::libcrypto;
+    Library opens_it = fast_seals ? Library::libcrypto : Library::fastest;
+    RecordCipher sealer(CipherKind::aes_256_gcm, key_of(7), Direction::seal, 5, seals);
+    RecordCipher opener(CipherKind::aes_256_gcm, key_of(7), Direction::open, 5, opens_it);
+    for (size_t n : {size_t(1), size_t(15), size_t(16), size_t(17), size_t(767), size_t(768), size_t(769), size_t(4097),
+                     kMaxRecordBytes - 1, kMaxRecordBytes}) {
+      Bytes plain = random_bytes(n);
+      CHECK(opens(opener, seal(sealer, plain), plain));
+    }
+  }
+}
+
+TEST(a_library_is_named) {
+  CHECK(!Libcrypto::get().where.empty());
+  CHECK(cipher_library().find(Libcrypto::get().where) != std::string::npos);
+}
 
 int main() { return test::run_all(); }

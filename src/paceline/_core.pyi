@@ -11,7 +11,7 @@ CIPHERS: tuple[str, ...]
 # The faster of CIPHERS on this CPU; UsageError if this process has no libcrypto.
 def preferred_cipher() -> str: ...
 
-# The path of libcrypto.
+# The library that encrypts data between hosts, and why not a faster one.
 def cipher_library() -> str: ...
 
 Parts = Sequence[tuple[int, int]]

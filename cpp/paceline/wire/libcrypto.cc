@@ -44,7 +44,7 @@ bool fill(void* library, Libcrypto& c) {
          find(library, "EVP_chacha20_poly1305", c.chacha20_poly1305) && find(library, "EVP_CipherInit_ex", c.init) &&
          find(library, "EVP_CipherUpdate", c.update) && find(library, "EVP_CipherFinal_ex", c.finish) &&
          find(library, "EVP_CIPHER_CTX_ctrl", c.control) && find(library, "EVP_sha256", c.sha256) &&
-         find(library, "HMAC", c.hmac);
+         find(library, "HMAC", c.hmac) && find(library, "CRYPTO_memcmp", c.compare);
 }
 
 Libcrypto load() {

@@ -20,6 +20,7 @@ struct Libcrypto {
   const void* (*sha256)();
   unsigned char* (*hmac)(const void* hash, const void* key, int key_bytes, const unsigned char* data, size_t data_bytes,
                          unsigned char* out, unsigned int* out_bytes);
+  int (*compare)(const void* a, const void* b, size_t bytes);  // 0 if equal, in constant time
   std::string where;  // the path, for `paceline doctor`
 
   // Loads it once. Throws Error(usage) that names PACELINE_ENCRYPT if there is none.

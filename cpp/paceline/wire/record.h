@@ -9,14 +9,19 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <string>
 
 namespace paceline {
+
+class IpsecMbGcm;
 
 enum class CipherKind : uint8_t { aes_256_gcm, chacha20_poly1305, count_ };
 const char* name_of(CipherKind kind);
 // The faster one on this CPU. Throws Error(usage) if this process has no libcrypto.
 CipherKind preferred_cipher();
+std::string cipher_library();  // which library encrypts, and why not a faster one; for `paceline doctor`
 
 constexpr size_t kKeyBytes = 32;
 constexpr size_t kRecordPrefixBytes = 8, kRecordTagBytes = 16;
@@ -31,7 +36,10 @@ enum class Direction : uint8_t { seal, open };
 // One direction of a connection. Not thread-safe.
 class RecordCipher {
  public:
-  RecordCipher(CipherKind kind, const Key& key, Direction direction, uint64_t records_per_key = kRecordsPerKey);
+  // `library` is the one for AES. Both give the same bytes.
+  enum class Library { fastest, libcrypto };
+  RecordCipher(CipherKind kind, const Key& key, Direction direction, uint64_t records_per_key = kRecordsPerKey,
+               Library library = Library::fastest);
   ~RecordCipher();
   RecordCipher(const RecordCipher&) = delete;
 
@@ -45,14 +53,17 @@ class RecordCipher {
   uint64_t number() const { return number_; }  // of the next record
 
  private:
-  void begin_record(const unsigned char* prefix);
+  void begin_record();
   void set_key(const void* cipher);
+  void set_prefix(const unsigned char* prefix);
 
   void* context_;
+  std::unique_ptr<IpsecMbGcm> fast_;  // if there is one, it does the work of context_
   Direction direction_;
   Key key_;
   uint64_t records_per_key_;
   uint64_t number_ = 0;
+  std::array<unsigned char, 12> nonce_{};  // of the current record
 };
 
 // Returns the plain bytes of the record that begins with this prefix.
