@@ -27,7 +27,7 @@ class IpsecMbGcm {
             size_t bytes, unsigned char* out, unsigned char* tag);
 
  private:
-  // The library's structures, in version 1.3 of 1,008 and 72 bytes. With room to spare, because their size is only in
+  // The library's structures, in version 1.3 of 1,008 and 88 bytes. With room to spare, because their size is only in
   // its headers; is_available() compares results before anything is trusted to them.
   alignas(64) unsigned char key_data_[4096];
   alignas(64) unsigned char context_[512];
