@@ -21,7 +21,7 @@ struct Libcrypto {
   unsigned char* (*hmac)(const void* hash, const void* key, int key_bytes, const unsigned char* data, size_t data_bytes,
                          unsigned char* out, unsigned int* out_bytes);
   int (*compare)(const void* a, const void* b, size_t bytes);  // 0 if equal, in constant time
-  std::string where;  // the path, for `paceline doctor`
+  std::string where;                                           // the path, for `paceline doctor`
 
   // Loads it once. Throws Error(usage) that names PACELINE_ENCRYPT if there is none.
   static const Libcrypto& get();
