@@ -11,12 +11,14 @@ workers; free-running workers train for the same time, and their steps are added
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.other_load import OtherLoad
 from models import Gpt, resnet
 from torch import nn
 from torch.nn import functional as F
@@ -84,8 +86,14 @@ def measure(name: str, job: dict[str, Any]) -> dict[str, Any]:
         step()
     is_free = job["pace"].split(":")[0] in ("async", "ssp")
     world = pl.world()
+    others = OtherLoad(int(os.environ["PLANNER_BENCH"])) if pl.rank() == 0 else None
     world.barrier()
     start_s = time.perf_counter()
+
+    def result(step_s: float, steps: int) -> dict[str, Any]:
+        share = others.share() if others is not None else 0.0
+        return {"id": job["id"], "step_s": step_s, "steps": steps, "others": round(share, 4)}
+
     if is_free:
         steps = 0
         while time.perf_counter() - start_s < job["turn_s"]:
@@ -94,7 +102,7 @@ def measure(name: str, job: dict[str, Any]) -> dict[str, Any]:
         took_s = time.perf_counter() - start_s
         sums = torch.tensor([float(steps), took_s], dtype=torch.float64)
         world.all_reduce(sums)
-        return {"id": job["id"], "step_s": float(sums[1] / sums[0]), "steps": int(sums[0])}
+        return result(float(sums[1] / sums[0]), int(sums[0]))
     period = 8 if job["pace"].startswith("local") else 4
     steps = 0
     while True:
@@ -106,7 +114,7 @@ def measure(name: str, job: dict[str, Any]) -> dict[str, Any]:
         if done.item():
             break
     took_s = time.perf_counter() - start_s
-    return {"id": job["id"], "step_s": took_s / steps, "steps": steps}
+    return result(took_s / steps, steps)
 
 
 if __name__ == "__main__":

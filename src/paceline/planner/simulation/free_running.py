@@ -38,7 +38,8 @@ def simulate_free(
     events = [(took_s, worker) for worker, took_s in enumerate(rows[0])]
     heapq.heapify(events)
     pop, push, finish = heapq.heappop, heapq.heappush, rule.finish
-    now_s = waited_s = exposed_s = 0.0
+    now_s = waited_s = 0.0
+    exposed_s = fixed_s * total
     for done in range(total):
         arrived_s, worker = pop(events)
         now_s = (arrived_s if arrived_s > now_s else now_s) + served_s
