@@ -28,7 +28,14 @@ from paceline.planner.ranking import Plan, PlanRow, make_plan
 from paceline.planner.step_costs import DEFAULT_CONSTANTS, ON_MEASURED_LINKS
 from paceline.planner.text_table import text_table
 from paceline.runtime.console import say
-from paceline.runtime.formatting import data_size, percent, rate, short_duration, short_number
+from paceline.runtime.formatting import (
+    data_size,
+    duration_range,
+    percent,
+    rate,
+    short_duration,
+    short_number,
+)
 from paceline.runtime.machine import memory, usable_cores
 
 _SHOWN = 12  # rows; --all shows the others
@@ -197,7 +204,7 @@ def _cells(row: PlanRow, *, is_best: bool) -> list[str]:
     return [
         "*" if is_best else "",
         one.candidate.label,
-        f"{short_duration(one.step_s)} ({_bare(one.low_s)}-{short_duration(one.high_s)})",
+        f"{short_duration(one.step_s)} ({duration_range(one.low_s, one.high_s)})",
         rate(one.samples_per_s),
         data_size(one.sent_bytes),
         data_size(one.memory_bytes),
@@ -206,10 +213,6 @@ def _cells(row: PlanRow, *, is_best: bool) -> list[str]:
         str(row.cost),
         row.reason,
     ]
-
-
-def _bare(time_s: float) -> str:
-    return short_duration(time_s).replace(" ", "")
 
 
 # -- running it ---------------------------------------------------------------------------------
@@ -246,7 +249,7 @@ def _print_comparison(best: PlanRow, directory: Path) -> None:
     inside = "inside" if one.low_s <= found <= one.high_s else "outside"
     sys.stdout.write(
         f"{one.candidate.label}: predicted {short_duration(one.step_s)}"
-        f" ({_bare(one.low_s)}-{short_duration(one.high_s)}), measured"
+        f" ({duration_range(one.low_s, one.high_s)}), measured"
         f" {short_duration(found)} over {len(steps)} steps: {found / one.step_s - 1:+.0%},"
         f" {inside} the interval; record in {directory}\n"
     )
