@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 from harness.namespaces import can_shape
-from harness.other_load import OtherLoad
+from harness.other_load import MOST_OTHERS, OtherLoad, wait_until_alone
 from harness.report import machine
 from harness.switch import Switch
 from pace_runs.jobs import _end, on_hosts
@@ -47,7 +47,7 @@ TRAIN = RUNS / "train.py"
 MEASURED = RUNS / "measured.json"
 _JOB_S = 150.0  # a job that takes longer has failed
 _TURN_S = 3.0
-_MOST_OTHERS = 0.05  # share of the processors that others may take during a measurement
+_PATIENCE_S = 15.0  # before each job, for a moment without other programs
 
 State = dict[str, Any]
 Configs = Sequence[Mapping[str, Any]]
@@ -109,20 +109,9 @@ def _measure_setting(
     ]
     if not wanted:
         return
-    key = f"{model} {workers}"
-    profiles = state["profiles"].setdefault(key, [])
-    if len(profiles) <= turn:
-        os.environ["PYTHONPATH"] = str(TRAIN.parent.parent)
-        copies = scratch / secrets.token_hex(4)
-        others = OtherLoad(os.getpid())
-        found = measure_script([str(TRAIN), model], copies, copies=workers, threads=1)
-        share = others.share()
-        print(f"profile of {key}: {found.compute_s * 1e3:.1f} ms, others {share:.1%}", flush=True)
-        if share > _MOST_OTHERS:
-            return
-        profiles.append(msgspec.to_builtins(found))
-    profile = profiles[turn]
-    compute_s = profile["forward_s"] + profile["backward_s"]
+    compute_s = _profiled(state, scratch, model, workers, turn)
+    if compute_s is None:  # a slow worker is one that takes so many times as long
+        wanted = [one for one in wanted if not one["slow"]]
     with Switch(workers) as switch:
         if link:
             switch.shape(link)
@@ -136,7 +125,26 @@ def _measure_setting(
                 if (one["pace"].split(":")[0] in ("ps", "ssp", "async")) == has_servers
             ]
             if jobs:
+                wait_until_alone(os.getpid(), _PATIENCE_S)
                 _run(switch, scratch, state, model, jobs, workers if has_servers else 0)
+
+
+def _profiled(state: State, scratch: Path, model: str, workers: int, turn: int) -> float | None:
+    """Return a step's computation in the profile of a round; None if others disturbed it."""
+    key = f"{model} {workers}"
+    profiles = state["profiles"].setdefault(key, [])
+    if len(profiles) <= turn:
+        os.environ["PYTHONPATH"] = str(TRAIN.parent.parent)
+        wait_until_alone(os.getpid(), _PATIENCE_S)
+        others = OtherLoad(os.getpid())
+        copies = scratch / secrets.token_hex(4)
+        found = measure_script([str(TRAIN), model], copies, copies=workers, threads=1)
+        share = others.share()
+        print(f"profile of {key}: {found.compute_s * 1e3:.1f} ms, others {share:.1%}", flush=True)
+        if share > MOST_OTHERS:
+            return None
+        profiles.append(msgspec.to_builtins(found))
+    return float(profiles[turn]["forward_s"] + profiles[turn]["backward_s"])
 
 
 def _probe(switch: Switch, state: State, scratch: Path, link: int) -> None:
@@ -167,14 +175,15 @@ def _run(
     lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
     for line in lines:
         found = json.loads(line)
-        kind = "disturbed" if found["others"] > _MOST_OTHERS else "measured"
+        kind = "disturbed" if found["others"] > MOST_OTHERS else "measured"
         state.setdefault(kind, {}).setdefault(found["id"], []).append(found)
         print(
             f"  {found['id']:60} {found['step_s'] * 1e3:9.1f} ms, others {found['others']:.1%}",
             flush=True,
         )
-    if problem and len(lines) < len(jobs):
-        failed = jobs[len(lines)]["id"]
+    done = {json.loads(line)["id"] for line in lines}
+    if problem and len(done) < len(jobs):
+        failed = next(job["id"] for job in jobs if job["id"] not in done)
         printed = _log(scratch).read_text(encoding="utf-8", errors="replace")[-1500:]
         state["failed"][failed] = problem
         print(f"  {failed}: {problem}\n{printed}", flush=True)

@@ -10,6 +10,8 @@ import os
 import time
 from pathlib import Path
 
+MOST_OTHERS = 0.05  # share of the processors that others may take during a measurement
+
 
 class OtherLoad:
     """The share of all cores that others used, since this object was made.
@@ -56,3 +58,13 @@ class OtherLoad:
                 return True
             pid = parents[pid]
         return False
+
+
+def wait_until_alone(family: int, patience_s: float, over_s: float = 1.0) -> None:
+    """Wait for a second without others, but not longer than `patience_s`."""
+    give_up_s = time.monotonic() + patience_s
+    while time.monotonic() < give_up_s:
+        others = OtherLoad(family)
+        time.sleep(over_s)
+        if others.share() <= MOST_OTHERS:
+            return

@@ -23,7 +23,7 @@ from paceline.runtime.formatting import data_size, percent, rate, short_duration
 _MOST_WORKERS = 100_000
 _HEADER = (
     *("pace", "step", "samples/s", "efficiency", "waiting", "exchange", "staleness (99 %)"),
-    *("sent/step", "failures", "limit"),
+    *("sent/step", "failures (lost)", "limit"),
 )
 
 
@@ -167,7 +167,7 @@ def _cells(one: Simulated) -> list[str]:
     stale = "-"
     if one.most_staleness:
         stale = f"{short_number(one.mean_staleness)} ({short_number(one.high_staleness)})"
-    failures = f"{one.failures.failures}, {percent(one.failure_share)}"
+    failures = f"{one.failures.failures} ({percent(one.failure_share)})"
     return [
         one.candidate.label,
         short_duration(one.step_s),
