@@ -55,8 +55,8 @@ class Candidate:
             words.append(f"{self.num_servers} server{'s' * (self.num_servers > 1)}")
         return ", ".join(words)
 
-    def command(self, num_workers: int, where: str, script: str) -> str:
-        """Return what to type."""
+    def command(self, num_workers: int, where: str, script: str, servers_on: str = "") -> str:
+        """Return what to type; `servers_on`: the option for servers on hosts of their own."""
         words = ["paceline run"]
         words += [f"--mesh {self.mesh}"] if self.mesh else [f"-n {num_workers}"]
         if where:
@@ -64,7 +64,7 @@ class Candidate:
         if self.is_colocated:
             words.append("-s colocated")
         elif self.num_servers:
-            words.append(f"-s {self.num_servers}")
+            words.append(f"-s {self.num_servers}{servers_on and ' '}{servers_on}")
         if str(self.pace) != "allreduce":
             text = str(self.pace)
             words.append(f'--pace "{text}"' if "[" in text else f"--pace {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -188,8 +189,12 @@ def _print_plan(
         sys.stdout.write(
             f"\nservers: {count} for {cluster.num_workers} workers: {plan.servers.derivation}\n"
         )
-    where = f"--hosts {options.hosts}" if options.hosts else ""
-    command = plan.best.candidate.command(cluster.num_workers, where, " ".join(options.target))
+    best = plan.best.candidate
+    where, servers_on = _where(
+        options, cluster, has_servers=best.num_servers > 0 and not best.is_colocated
+    )
+    target = shlex.join(options.target)
+    command = best.command(cluster.num_workers, where, target, servers_on)
     sys.stdout.write(
         f"\nrecommended: {command}\n"
         "loss: exact = equals one process with the global batch; table = our two tasks, see"
@@ -197,6 +202,18 @@ def _print_plan(
         f"planned in {short_duration(took_s)}\n"
     )
     sys.stdout.flush()
+
+
+def _where(options: PlanOptions, cluster: Cluster, *, has_servers: bool) -> tuple[str, str]:
+    """Return the options that name the hosts of the workers, and those of dedicated servers."""
+    if options.hosts:
+        return f"--hosts {options.hosts}", ""
+    if options.cluster is None:
+        return "", ""
+    apart = cluster.server_names if has_servers else ()
+    hosts = [f"{host.name}:{host.workers}" for host in cluster.hosts]
+    hosts += [f"{name}:1" for name in apart]
+    return f"--hosts {','.join(hosts)}", f"--servers-on {','.join(apart)}" if apart else ""
 
 
 def _cells(row: PlanRow, *, is_best: bool) -> list[str]:
