@@ -46,8 +46,8 @@ RUNS = Path(__file__).resolve().parent / "planner_runs"
 TRAIN = RUNS / "train.py"
 MEASURED = RUNS / "measured.json"
 _JOB_S = 150.0  # a job that takes longer has failed
-_TURN_S = 3.0
-_PATIENCE_S = 15.0  # before each job, for a moment without other programs
+_TURN_S = 2.0
+_PATIENCE_S = 5.0  # before each job, for a moment without other programs
 
 State = dict[str, Any]
 Configs = Sequence[Mapping[str, Any]]
