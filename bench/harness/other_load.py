@@ -1,7 +1,7 @@
 """How much processor time other programs took during a measurement, from /proc.
 
 Other virtual machines on the same processors count, too (steal). A measurement beside other work
-shows that work; whoever measures can leave it out by a rule that does not look at its result.
+shows that work. `share` allows a rule that leaves it out without a look at its result.
 """
 
 from __future__ import annotations

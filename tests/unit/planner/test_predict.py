@@ -97,6 +97,18 @@ def test_one_slow_worker_delays_all_but_async():
     assert free == pytest.approx(4 / (3 / 0.3 + 1 / 1.2))
 
 
+def test_a_slow_worker_needs_no_more_of_the_cores_for_its_exchange():
+    """Two workers on two cores: the exchange makes computation longer, and that part only once."""
+    both = Cluster((Host("a", 2, 0, 1, machine=0), Host("b", 2, 0, 1, machine=0)), Link(1e15, 0.0))
+    costly = msgspec.structs.replace(both, wire_cpu_s_per_byte=1e-9)
+    for text in ("allreduce", "ssp:3"):
+        slow, usual = (
+            predict(candidate(text), PROFILE, costly, straggler=Straggler(factor, workers=1))
+            for factor in (3.0, 1.0)
+        )
+        assert slow.step_s - usual.step_s == pytest.approx(2 * 0.3, rel=1e-6)
+
+
 def test_cores_that_are_missing_make_computation_longer():
     two = predict(candidate("local:500"), PROFILE, local_cluster(2, 2, 0), constants=BARE)
     four = predict(candidate("local:500"), PROFILE, local_cluster(4, 2, 0), constants=BARE)
