@@ -40,6 +40,14 @@ def test_the_same_seed_gives_the_same_table(model, capsys):
     assert next(iter(rows)) == "diloco:50"  # the fastest first, on a link of 1 Gbit/s
 
 
+def test_a_long_simulation_says_how_long_it_takes(model, capsys):
+    words = ["--workers", "600", "--steps", "1000", "--paces", "async", model]
+    code, _, error = run(capsys, *words)
+    assert code == 0 and "simulating 600,000 steps of single workers (ssp, async): about" in error
+    code, _, error = run(capsys, "--workers", "600", "--steps", "1000", "--paces", "ps", model)
+    assert code == 0 and not error
+
+
 def test_a_sweep_writes_csv_and_a_plot(model, capsys, tmp_path):
     table, plot = tmp_path / "sweep.csv", tmp_path / "sweep.svg"
     words = ["--paces", "allreduce,local:8[compress=int8,bucket_mb=8]", "--steps", "5"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,9 +19,11 @@ from paceline.planner.simulation.failures import FailurePlan
 from paceline.planner.simulation.run import Scenario, Simulated, simulate
 from paceline.planner.simulation.sweep import AXES, SweepRow, as_csv, parse_sweep, sweep
 from paceline.planner.text_table import text_table
+from paceline.runtime.console import say
 from paceline.runtime.formatting import data_size, percent, rate, short_duration, short_number
 
 _MOST_WORKERS = 100_000
+_EVENTS_PER_S = 5e5  # simulated on one core
 _HEADER = (
     *("pace", "step", "samples/s", "efficiency", "waiting", "exchange", "staleness (99 %)"),
     *("sent/step", "failures (lost)", "limit"),
@@ -61,6 +64,7 @@ def run_simulation(options: SimulateOptions) -> int:
     if options.plot and not axes:
         raise ConfigError("--plot draws a sweep: add --sweep workers=8,64,512")
     _print_head(scenario, options)
+    _announce(candidates, scenario, axes)
     if axes:
         rows = list(sweep(candidates, scenario, *(axes.get(name, []) for name in AXES)))
         _print_sweep(rows)
@@ -74,6 +78,21 @@ def run_simulation(options: SimulateOptions) -> int:
     point = (cluster.num_workers, cluster.link.bytes_per_s, cluster.most_workers)
     _write(options.output, as_csv([SweepRow(*point, one) for one in results]))
     return 0
+
+
+def _announce(
+    candidates: Sequence[Candidate], scenario: Scenario, axes: Mapping[str, Sequence[float]]
+) -> None:
+    """Say how long it takes, if it takes long: free-running workers are simulated one by one."""
+    others = [len(values) for name, values in axes.items() if name != "workers"]
+    counts = axes.get("workers") or [scenario.cluster.num_workers]
+    free = sum(one.pace.is_free_running for one in candidates)
+    events = free * sum(counts) * scenario.steps * math.prod(others)
+    if events > _EVENTS_PER_S:
+        say(
+            f"simulating {short_number(events)} steps of single workers (ssp, async): about"
+            f" {short_duration(math.ceil(events / _EVENTS_PER_S))}"
+        )
 
 
 def split_paces(text: str) -> list[str]:
