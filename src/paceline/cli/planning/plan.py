@@ -72,6 +72,8 @@ def plan_job(options: PlanOptions) -> int:
         raise ConfigError(f"there is no script {options.script!r}; name a Python file")
     if sum(one is not None for one in (options.num_workers, options.hosts, options.cluster)) > 1:
         raise ConfigError("-n, --hosts and --cluster say where the job runs; give one of them")
+    if options.apply and options.cluster is not None:
+        raise ConfigError("--apply runs on this machine or with --hosts, not on a cluster file")
     if options.steps < 3:
         raise ConfigError(f"--steps {options.steps}: at least 3 steps must be measured")
     max_wire = None if options.max_wire is None else parse_rate(options.max_wire, "--max-wire")
@@ -237,8 +239,6 @@ def _cells(row: PlanRow, *, is_best: bool) -> list[str]:
 
 def _apply(best: PlanRow, profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> int:
     """Run the recommendation, then set predicted and measured side by side."""
-    if options.cluster is not None:
-        raise ConfigError("--apply runs on this machine or with --hosts; a cluster file is a wish")
     one = best.candidate
     directory = Path(tempfile.mkdtemp(prefix="paceline-run-"))
     command = [sys.executable, "-m", "paceline", "run", "--log-dir", str(directory)]
