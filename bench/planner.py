@@ -6,8 +6,14 @@
 
 bench/planner_runs/split.json fixes the configurations, and which of them calibrate: it was written
 before anything was measured. Each worker has a network namespace of its own, a link shaped with
-tbf, and a server beside it. Results are kept in bench/planner_runs/measured.json after each job, so
-that the measurement can be stopped and resumed.
+tbf, and a server beside it.
+
+The rule of a series: all configurations, profiles and links are measured three times, in rounds
+over the whole list, and the median counts. A result during which other programs or machines took
+more than 5 % of the processors does not count and is measured again (it stays in the file, as
+"disturbed"). Nothing else is left out. Results are kept in bench/planner_runs/measured.json after
+each job, so that the measurement can be stopped and resumed. `--file` names another series,
+`--only` chooses configurations by a part of their names.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -24,6 +31,7 @@ from typing import Any
 
 import msgspec
 from harness.namespaces import can_shape
+from harness.other_load import MOST_OTHERS, OtherLoad, wait_until_alone
 from harness.report import machine
 from harness.switch import Switch
 from pace_runs.jobs import _end, on_hosts
@@ -38,76 +46,76 @@ RUNS = Path(__file__).resolve().parent / "planner_runs"
 TRAIN = RUNS / "train.py"
 MEASURED = RUNS / "measured.json"
 _JOB_S = 150.0  # a job that takes longer has failed
-_TURN_S = 3.0
+_TURN_S = 2.0
+_PATIENCE_S = 5.0  # before each job, for a moment without other programs
 
 State = dict[str, Any]
+Configs = Sequence[Mapping[str, Any]]
 
 
-def load() -> tuple[list[Mapping[str, Any]], State]:
+def load(file: Path) -> tuple[list[Mapping[str, Any]], State]:
     configs = json.loads((RUNS / "split.json").read_text(encoding="utf-8"))["configurations"]
     empty: State = {"profiles": {}, "links": {}, "measured": {}, "failed": {}, "cores": 2}
-    if MEASURED.is_file():
-        return configs, json.loads(MEASURED.read_text(encoding="utf-8"))
+    if file.is_file():
+        return configs, json.loads(file.read_text(encoding="utf-8"))
     return configs, empty
 
 
-def keep(state: State) -> None:
-    text = json.dumps(state, indent=1, sort_keys=True)
-    MEASURED.write_text(text + "\n", encoding="utf-8")
-
-
-def measure(seconds: float) -> None:
+def measure(file: Path, seconds: float, rounds: int, only: str) -> None:
     """Measure what is missing, job by job, until the time is used up."""
-    configs, state = load()
+    configs, state = load(file)
+    configs = [one for one in configs if only in one["id"]]
     until_s = time.monotonic() + seconds
+    os.environ["PLANNER_BENCH"] = str(os.getpid())
     scratch = Path(tempfile.mkdtemp(prefix="planner-"))
+
+    def keep() -> None:
+        text = json.dumps(state, indent=1, sort_keys=True)
+        file.write_text(text + "\n", encoding="utf-8")
+
     try:
         if "copy_bytes_per_s" not in state:
             state.update(copy_bytes_per_s=copy_bytes_per_s(), cores=os.cpu_count())
             state["machine"] = machine()
-            keep(state)
         settings = sorted({(c["model"], c["workers"], c["link_mbit"]) for c in configs})
-        for model, workers, link in settings:
-            if time.monotonic() > until_s:
-                break
-            _measure_setting(configs, state, scratch, model, workers, link)
-            keep(state)
+        while any(_counted(state, one) < rounds for one in configs):
+            turn = min(_counted(state, one) for one in configs)
+            for setting in settings:
+                if time.monotonic() > until_s:
+                    return
+                _measure_setting(configs, state, scratch, setting, turn)
+                keep()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    done = sum(one["id"] in state["measured"] for one in configs)
-    print(f"{done} of {len(configs)} configurations are measured", flush=True)
+        done = sum(_counted(state, one) >= rounds for one in configs)
+        print(f"{done} of {len(configs)} configurations are measured {rounds} times", flush=True)
+
+
+def _counted(state: State, config: Mapping[str, Any]) -> int:
+    if config["id"] in state["failed"]:
+        return 10**9
+    return len(state["measured"].get(config["id"], []))
 
 
 def _measure_setting(
-    configs: Sequence[Mapping[str, Any]],
-    state: State,
-    scratch: Path,
-    model: str,
-    workers: int,
-    link: int,
+    configs: Configs, state: State, scratch: Path, setting: tuple[str, int, int], turn: int
 ) -> None:
+    model, workers, link = setting
     wanted = [
         one
         for one in configs
-        if (one["model"], one["workers"], one["link_mbit"]) == (model, workers, link)
-        and one["id"] not in {**state["measured"], **state["failed"]}
+        if (one["model"], one["workers"], one["link_mbit"]) == setting
+        and _counted(state, one) <= turn
     ]
     if not wanted:
         return
-    key = f"{model} {workers}"
-    if key not in state["profiles"]:
-        os.environ["PYTHONPATH"] = str(TRAIN.parent.parent)
-        copies = scratch / key.replace(" ", "-")
-        found = measure_script([str(TRAIN), model], copies, copies=workers, threads=1)
-        state["profiles"][key] = msgspec.to_builtins(found)
-        print(f"profile of {key}: {found.compute_s * 1e3:.1f} ms", flush=True)
-        keep(state)
-    profile = state["profiles"][key]
-    compute_s = profile["forward_s"] + profile["backward_s"]
+    compute_s = _profiled(state, scratch, model, workers, turn)
+    if compute_s is None:  # a slow worker is one that takes so many times as long
+        wanted = [one for one in wanted if not one["slow"]]
     with Switch(workers) as switch:
         if link:
             switch.shape(link)
-        if str(link) not in state["links"]:
+        if len(state["links"].setdefault(str(link), [])) <= turn:
             _probe(switch, state, scratch, link)
         # Jobs with servers and without: a pace without servers must not have idle ones beside it.
         for has_servers in (False, True):
@@ -117,7 +125,26 @@ def _measure_setting(
                 if (one["pace"].split(":")[0] in ("ps", "ssp", "async")) == has_servers
             ]
             if jobs:
+                wait_until_alone(os.getpid(), _PATIENCE_S)
                 _run(switch, scratch, state, model, jobs, workers if has_servers else 0)
+
+
+def _profiled(state: State, scratch: Path, model: str, workers: int, turn: int) -> float | None:
+    """Return a step's computation in the profile of a round; None if others disturbed it."""
+    key = f"{model} {workers}"
+    profiles = state["profiles"].setdefault(key, [])
+    if len(profiles) <= turn:
+        os.environ["PYTHONPATH"] = str(TRAIN.parent.parent)
+        wait_until_alone(os.getpid(), _PATIENCE_S)
+        others = OtherLoad(os.getpid())
+        copies = scratch / secrets.token_hex(4)
+        found = measure_script([str(TRAIN), model], copies, copies=workers, threads=1)
+        share = others.share()
+        print(f"profile of {key}: {found.compute_s * 1e3:.1f} ms, others {share:.1%}", flush=True)
+        if share > MOST_OTHERS:
+            return None
+        profiles.append(msgspec.to_builtins(found))
+    return float(profiles[turn]["forward_s"] + profiles[turn]["backward_s"])
 
 
 def _probe(switch: Switch, state: State, scratch: Path, link: int) -> None:
@@ -128,7 +155,7 @@ def _probe(switch: Switch, state: State, scratch: Path, link: int) -> None:
         )
     )
     first = json.loads(out.read_text(encoding="utf-8"))[0]
-    state["links"][str(link)] = first[2:4]
+    state["links"][str(link)].append(first[2:4])
     print(f"link {link or 'unshaped'}: {first[2] * 8e-6:.0f} Mbit/s, {first[3] * 1e6:.0f} us")
 
 
@@ -148,10 +175,15 @@ def _run(
     lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
     for line in lines:
         found = json.loads(line)
-        state["measured"][found["id"]] = found
-        print(f"  {found['id']:60} {found['step_s'] * 1e3:9.1f} ms", flush=True)
-    if problem and len(lines) < len(jobs):
-        failed = jobs[len(lines)]["id"]
+        kind = "disturbed" if found["others"] > MOST_OTHERS else "measured"
+        state.setdefault(kind, {}).setdefault(found["id"], []).append(found)
+        print(
+            f"  {found['id']:60} {found['step_s'] * 1e3:9.1f} ms, others {found['others']:.1%}",
+            flush=True,
+        )
+    done = {json.loads(line)["id"] for line in lines}
+    if problem and len(done) < len(jobs):
+        failed = next(job["id"] for job in jobs if job["id"] not in done)
         printed = _log(scratch).read_text(encoding="utf-8", errors="replace")[-1500:]
         state["failed"][failed] = problem
         print(f"  {failed}: {problem}\n{printed}", flush=True)
@@ -176,9 +208,10 @@ def _finish(processes: Sequence[Any]) -> str:
         _end(processes)
 
 
-def show(fits: bool) -> None:
+def show(file: Path, fits: bool) -> None:
     """Print both tables with the planner's constants; `fits`: fit them, calibration table only."""
-    configs, state = load()
+    configs, state = load(file)
+    state = score.medians(state)
     seen = set(json.loads((RUNS / "seen.json").read_text(encoding="utf-8"))["seen"])
     calibration = [one for one in configs if one["use"] == "calibration"]
     held_out = [one for one in configs if one["use"] == "held-out"]
@@ -206,15 +239,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=280.0, help="start no job after this")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="a part of the names of configurations")
+    parser.add_argument("--file", type=Path, default=MEASURED, help="the series")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--fit", action="store_true")
     options = parser.parse_args()
     if options.report or options.fit:
-        show(options.fit)
+        show(options.file, options.fit)
         return
     if why := can_shape():
         raise SystemExit(f"planner: links cannot be shaped here: {why}")
-    measure(options.seconds)
+    measure(options.file, options.seconds, options.rounds, options.only)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,28 @@ _GRIDS = {
 _WIRE_GRID = (0.2e-9, 0.4e-9, 0.6e-9, 0.9e-9, 1.3e-9, 2e-9)
 
 
+def medians(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state with one value for each profile, link and configuration: the median."""
+
+    def middle(found: list[Any], key: Any) -> Any:
+        return sorted(found, key=key)[(len(found) - 1) // 2]
+
+    def compute_s(profile: Mapping[str, Any]) -> float:
+        return sum(profile[name] for name in ("forward_s", "backward_s", "optimizer_s"))
+
+    return {
+        **state,
+        "profiles": {at: middle(all_, compute_s) for at, all_ in state["profiles"].items() if all_},
+        "links": {
+            at: middle(all_, lambda link: link[0]) for at, all_ in state["links"].items() if all_
+        },
+        "measured": {
+            at: {"step_s": statistics.median(one["step_s"] for one in all_)}
+            for at, all_ in state["measured"].items()
+        },
+    }
+
+
 @dataclass(frozen=True)
 class Scored:
     """One configuration."""
@@ -79,6 +101,7 @@ def score(
         Scored(one, state["measured"][one["id"]]["step_s"], predicted(one, state, constants, wire))
         for one in configs
         if one["id"] in state["measured"]
+        and f"{one['model']} {one['workers']}" in state["profiles"]
     ]
 
 

@@ -42,7 +42,7 @@ def paceline(tmp_path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_parity_of_workers_and_one_process(tmp_path):
-    done = paceline(tmp_path, "parity", "-n", "3", "--pace", "ps", "--steps", "4", "train.py")
+    done = paceline(tmp_path, "parity", "train.py", "-n", "3", "--pace", "ps", "--steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 workers at ps against one process with the global batch of 48 samples" in done.stdout
     assert len(re.findall(r"^[1-4] ", done.stdout, re.MULTILINE)) == 4

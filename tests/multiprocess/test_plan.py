@@ -67,5 +67,7 @@ def test_scripts_that_cannot_be_planned(tmp_path, script, words):
 def test_wrong_options_are_explained(tmp_path):
     both = plan(tmp_path, HEAD, "-n", "2", "--hosts", "a:1")
     assert both.returncode == 2 and "give one of them" in both.stderr
+    wish = plan(tmp_path, HEAD, "--cluster", "none.yaml", "--apply")
+    assert wish.returncode == 2 and "--apply runs on this machine or with --hosts" in wish.stderr
     gone = plan(tmp_path, HEAD, "--cluster", "none.yaml")
     assert gone.returncode == 2 and "No such file" in gone.stderr

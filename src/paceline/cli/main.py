@@ -19,6 +19,7 @@ import typer
 from paceline.cli import checkpoint, run_options
 from paceline.cli.planning import options as planning_options
 from paceline.cli.planning import run_options as measuring_options
+from paceline.cli.planning.script_command import ScriptCommand
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -231,25 +232,28 @@ def report(
     typer.echo(path)
 
 
+_AFTER_SCRIPT = "Other words after the script name, and all after `--`, are passed to the script."
 app.command(
+    cls=ScriptCommand,
     context_settings={"allow_interspersed_args": False},
     help="Measure a script and predict its step under every pace: which one, how many servers.",
-    epilog="Arguments after the script name are passed to the script.",
+    epilog=_AFTER_SCRIPT,
 )(planning_options.plan)
 app.command(
     help="Simulate a model on a cluster that you may not have: step times, waits, staleness,"
     " failures."
 )(planning_options.simulate)
 app.command(
+    cls=ScriptCommand,
     context_settings={"allow_interspersed_args": False},
     help="Run a script at several paces with equal budgets: loss, speed, bytes; also as a page.",
-    epilog="Arguments after the script name are passed to the script.",
+    epilog=_AFTER_SCRIPT,
 )(measuring_options.compare)
 app.command(
+    cls=ScriptCommand,
     context_settings={"allow_interspersed_args": False},
     help="Check that the first steps of a job equal those of one process with the global batch.",
-    epilog="Exit code 0: equal within the tolerance; 1: not. Arguments after the script name are"
-    " passed to the script.",
+    epilog=f"Exit code 0: equal within the tolerance; 1: not. {_AFTER_SCRIPT}",
 )(measuring_options.parity)
 
 

@@ -13,6 +13,7 @@ from paceline.planner.profile import ModelProfile
 
 _CODECS = ("bf16", "int8", "topk:0.01+int8")
 _BLOCKS = ("local:8", "local:32", "diloco:50", "diloco:500")
+_MOST_SERVERS = 64
 _SERVED = ("ps", "ssp:3", "async")
 # Paces whose exchange the formulas describe. The others are variants of these with other rules.
 PLANNED = ("allreduce", "ps", "ssp", "async", "local", "diloco", "bmuf", "post_local")
@@ -54,8 +55,8 @@ class Candidate:
             words.append(f"{self.num_servers} server{'s' * (self.num_servers > 1)}")
         return ", ".join(words)
 
-    def command(self, num_workers: int, where: str, script: str) -> str:
-        """Return what to type."""
+    def command(self, num_workers: int, where: str, script: str, servers_on: str = "") -> str:
+        """Return what to type; `servers_on`: the option for servers on hosts of their own."""
         words = ["paceline run"]
         words += [f"--mesh {self.mesh}"] if self.mesh else [f"-n {num_workers}"]
         if where:
@@ -63,7 +64,7 @@ class Candidate:
         if self.is_colocated:
             words.append("-s colocated")
         elif self.num_servers:
-            words.append(f"-s {self.num_servers}")
+            words.append(f"-s {self.num_servers}{servers_on and ' '}{servers_on}")
         if str(self.pace) != "allreduce":
             text = str(self.pace)
             words.append(f'--pace "{text}"' if "[" in text else f"--pace {text}")
@@ -83,12 +84,16 @@ def candidate(text: str, num_servers: int = 0, *, is_colocated: bool = False) ->
     return Candidate(spec, num_servers or 1, is_colocated)
 
 
-def server_counts(num_workers: int) -> list[int]:
-    """Return the numbers of dedicated servers that are worth a row: 1, 2, 4 ... up to n."""
-    counts = [1]
-    while counts[-1] * 2 <= min(num_workers, 64):
-        counts.append(counts[-1] * 2)
-    return counts
+def with_servers(pace: str, cluster: Cluster) -> Iterator[Candidate]:
+    """Yield a pace with the numbers of servers that are worth a row: 1, 2, 4 ... and colocated.
+
+    Without hosts of their own, as many servers as workers are the same as colocated ones.
+    """
+    n, count = cluster.num_workers, 1
+    while count < n + bool(cluster.server_hosts) and count <= _MOST_SERVERS:
+        yield candidate(pace, count)
+        count *= 2
+    yield candidate(pace, n, is_colocated=True)
 
 
 def enumerate_candidates(profile: ModelProfile, cluster: Cluster) -> Iterator[Candidate]:
@@ -101,10 +106,7 @@ def enumerate_candidates(profile: ModelProfile, cluster: Cluster) -> Iterator[Ca
         for codec in _CODECS:
             yield candidate(f"allreduce[compress={codec}]")
     for pace in _SERVED:
-        for count in server_counts(n):
-            yield candidate(pace, count)
-        if n > 1:
-            yield candidate(pace, n, is_colocated=True)
+        yield from with_servers(pace, cluster)
     for pace in _BLOCKS:
         yield candidate(pace)
     if cluster.num_hosts > 1:

@@ -49,6 +49,7 @@ class Cluster(msgspec.Struct, frozen=True):
     link: Link = DEFAULT_LINK
     links: dict[tuple[str, str], Link] = {}
     server_hosts: int = 0  # further hosts, for servers only
+    server_names: tuple[str, ...] = ()  # of those that a cluster file lists
     copy_bytes_per_s: float = COPY_BYTES_PER_S
     wire_cpu_s_per_byte: float = WIRE_CPU_S_PER_BYTE
 
@@ -177,12 +178,13 @@ def _checked(given: _ClusterFile, where: str) -> Cluster:
         for host in given.hosts
         if host.workers
     )
-    spare = len(given.hosts) - len(hosts)
+    spare = tuple(host.name for host in given.hosts if not host.workers)
     return Cluster(
         hosts,
         parse_link(given.link, f"{where}: link"),
         dict(_pair(pair, text, names, where) for pair, text in given.links.items()),
-        given.server_hosts + spare,
+        given.server_hosts + len(spare),
+        spare,
     )
 
 

@@ -111,6 +111,7 @@ def _mean_step_s(
 
 def lockstep_s(costs: StepCosts, slow: float = 1.0) -> float:
     """Return a step in which the slowest worker computes `slow` times as long as the mean."""
+    slow = costs.slowed(slow)
     ready_s = [(costs.before_s + ready) * slow for ready in costs.ready_s]
     end_s = formulas.in_order_s(ready_s, costs.takes_s)
     return max(costs.compute_s * slow, end_s) + costs.tail_s
@@ -136,7 +137,8 @@ def _free_step_s(
 
     def taken_s(slow: float) -> float:
         """Return the step of a worker that computes `slow` times as long."""
-        return max(costs.alone_s + costs.served_s + (slow - 1) * costs.compute_s, least_s)
+        more_s = (costs.slowed(slow) - 1) * costs.compute_s
+        return max(costs.alone_s + costs.served_s + more_s, least_s)
 
     if straggler.workers and costs.bound is None:
         few = min(straggler.workers, n)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.planner.automatic.budget import within_budget
-from paceline.planner.candidates import Candidate, candidate, enumerate_candidates, server_counts
+from paceline.planner.candidates import Candidate, candidate, enumerate_candidates, with_servers
 from paceline.planner.cluster import Cluster
 from paceline.planner.predict import Prediction, predict
 from paceline.planner.profile import ModelProfile
@@ -105,12 +105,10 @@ def make_plan(
 def _named(paces: Sequence[str], cluster: Cluster) -> Iterable[Candidate]:
     for text in paces:
         one = candidate(text)
-        if not one.num_servers:
+        if one.num_servers:
+            yield from with_servers(text, cluster)
+        else:
             yield one
-            continue
-        for count in server_counts(cluster.num_workers):
-            yield candidate(text, count)
-        yield candidate(text, cluster.num_workers, is_colocated=True)
 
 
 def _split_by_memory(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.planner.predict import Prediction
 
-_NOTHING = 1.02  # a gain below this is none
+_NOTHING = 1.05  # a gain below this is none: predictions are not more precise
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ServerChoice:
 
 
 def choose_servers(predict_with: Callable[[int], Prediction], most: int) -> ServerChoice:
-    """Return the smallest number after which another server gains less than 2 %."""
+    """Return the smallest number after which another server gains less than 5 %."""
     predictions = [predict_with(1)]
     best = 1
     for count in range(2, most + 1):
@@ -42,15 +42,15 @@ def _derive(predictions: list[Prediction], best: int) -> str:
     limits = [_limit_words(one.limit) for one in predictions]
     gain = first.step_s / chosen.step_s
     if best == 1:
-        words = f"{limits[0]} are the limit with 1 server already"
+        words = f"{limits[0]} the limit with 1 server"
         if len(predictions) > 1:
             more = first.step_s / predictions[1].step_s
             words += f"; a second gives {_gain(more)}"
         return words
     reigns = next((at for at, limit in enumerate(limits) if limit != limits[0]), len(limits))
     until = min(reigns, best - 1)
-    text = f"{limits[0]} are the limit up to {until} server{'s' * (until > 1)}; {best} give"
-    text += f" {gain:.2g} x"
+    text = f"{limits[0]} the limit up to {until} server{'s' * (until > 1)}; {best} give"
+    text += f" {gain:.2g} x" if gain >= 1.5 else f" {(gain - 1) * 100:.0f} % more"
     if best < len(predictions):
         text += f"; one more gives {_gain(chosen.step_s / predictions[best].step_s)}"
     else:
@@ -60,12 +60,12 @@ def _derive(predictions: list[Prediction], best: int) -> str:
 
 def _limit_words(limit: str) -> str:
     words = {
-        "link": "server links",
-        "server cores": "server cores",
-        "computation": "the workers' computations",
-        "cores": "the machine's cores",
+        "link": "server links are",
+        "server cores": "server cores are",
+        "computation": "the workers' computation is",
+        "cores": "the machine's cores are",
     }
-    return words.get(limit, limit)
+    return words.get(limit, f"{limit} is")
 
 
 def _gain(ratio: float) -> str:

@@ -15,8 +15,8 @@ _TABLE = {
     "ps": "",
     "ssp": "within 2 sd",
     "async": "within 2 sd",
-    "local": "+0.05 (book)",
-    "post_local": "+0.03 (book)",
+    "local": "+0.05 (book, H = 8)",
+    "post_local": "+0.03 (book, H = 8)",
     "bmuf": "within 2 sd",
     "diloco": "+0.04 (book, H = 50)",
 }

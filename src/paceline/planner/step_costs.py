@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.planner import formulas
 from paceline.planner.candidates import BLOCKED, Candidate
@@ -21,6 +25,7 @@ from paceline.planner.profile import ModelProfile
 from paceline.planner.quantities import Link
 
 LOCKSTEP, BLOCKS, FREE = "lockstep", "blocks", "free"
+AnyFactor = TypeVar("AnyFactor", float, "NDArray[np.float64]")
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,20 @@ class StepCosts:
     sent_bytes: float = 0.0  # of a host in a step, to other hosts
     memory_bytes: float = 0.0  # of the largest process
     data_share: float = 1.0  # of the workers, those with batches of their own
+    stretch: float = 1.0  # of computation, because exchanges need its cores; the times contain it
     busy_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def compute_s(self) -> float:
         """Computation before the last gradient is ready; for BLOCKS the whole local step."""
         return self.before_s + self.backward_s
+
+    def slowed(self, factor: AnyFactor) -> AnyFactor:
+        """Return by what `compute_s` grows on a worker that computes so many times as long.
+
+        Its exchanges need no more of the cores than those of others.
+        """
+        return 1 + (factor - 1) / self.stretch
 
     @property
     def alone_s(self) -> float:
@@ -198,6 +211,7 @@ class _Ways:
             sent_bytes=sent,
             memory_bytes=profile.memory_bytes,
             busy_s=self.busy(link_s=sum(takes_s) if hosts > 1 else 0.0, cpu_s=cpu_s),
+            stretch=stretch,
         )
 
     def blocks(self, candidate: Candidate) -> StepCosts:
@@ -285,6 +299,7 @@ class _Ways:
             sent_bytes=sent,
             memory_bytes=profile.memory_bytes,
             busy_s=busy,
+            stretch=stretch,
         )
         return _with_crowd(costs, n) if is_free else costs
 

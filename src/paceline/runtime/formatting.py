@@ -103,6 +103,13 @@ def short_duration(time_s: float) -> str:
     return f"{time_s:.3g} s" if time_s < 999.5 else f"{time_s:,.0f} s"
 
 
+def duration_range(low_s: float, high_s: float) -> str:
+    """Return two times, with one unit if it is the same: 142-265 ms, 850 ms-1.2 s."""
+    low, high = short_duration(low_s), short_duration(high_s)
+    same = low.rpartition(" ")[2] == high.rpartition(" ")[2]
+    return f"{low.rpartition(' ')[0] if same else low}-{high}"
+
+
 def width_of(text: str) -> int:
     """Return the number of columns of a text; color codes take none."""
     text = _COLOUR.sub("", text)

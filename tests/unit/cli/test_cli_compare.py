@@ -44,6 +44,25 @@ def test_a_script_that_is_not_there(capsys, command):
     assert ended.value.code == 2 and "there is no script" in capsys.readouterr().err
 
 
+def test_options_are_read_after_the_script_until_a_word_of_its_own(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+
+    def errors(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["parity", *words])
+        return capsys.readouterr().err
+
+    for own in (["-n", "1"], ["-n1"], ["--workers=1"], ["--seed", "3", "-n", "1"]):
+        error = errors(str(script), *own)
+        assert "-n 1: one process is compared" in error
+        assert f"{' '.join(own)}: read as options of parity; the script's follow --" in error
+    error = errors("--steps", "2", str(script), "--rate", "1", "-n", "1")
+    assert "--steps 2" in error and "read as" not in error
+    error = errors("--steps", "2", str(script), "--", "-n", "1")
+    assert "--steps 2" in error and "read as" not in error
+
+
 def test_links_without_the_rights_to_shape_them(tmp_path, capsys, monkeypatch):
     """The tools of the system refuse: the error quotes them, with the user and the rate."""
     for tool in ("ip", "tc", "nsenter", "unshare"):

@@ -40,16 +40,30 @@ def test_the_same_seed_gives_the_same_table(model, capsys):
     assert next(iter(rows)) == "diloco:50"  # the fastest first, on a link of 1 Gbit/s
 
 
+def test_a_long_simulation_says_how_long_it_takes(model, capsys):
+    words = ["--workers", "600", "--steps", "1000", "--paces", "async", model]
+    code, _, error = run(capsys, *words)
+    assert code == 0 and "simulating 600,000 steps of single workers (ssp, async): about" in error
+    code, _, error = run(capsys, "--workers", "600", "--steps", "1000", "--paces", "ps", model)
+    assert code == 0 and not error
+
+
 def test_a_sweep_writes_csv_and_a_plot(model, capsys, tmp_path):
     table, plot = tmp_path / "sweep.csv", tmp_path / "sweep.svg"
     words = ["--paces", "allreduce,local:8[compress=int8,bucket_mb=8]", "--steps", "5"]
-    words += ["--sweep", "workers=2,8,32", "-o", str(table), "--plot", str(plot), model]
-    code, out, _ = run(capsys, *words)
+    words += ["--sweep", "workers=2,8,32", "--sweep", "per-host=1,2"]
+    code, out, _ = run(capsys, *words, "-o", str(table), "--plot", str(plot), model)
     assert code == 0 and f"wrote {table}" in out
-    assert len(table.read_text().splitlines()) == 1 + 6
+    assert len(table.read_text().splitlines()) == 1 + 3 * 2 * 2
     drawn = ElementTree.fromstring(plot.read_text())
-    lines = [one for one in drawn.iter() if one.tag.endswith("polyline")]
-    assert len(lines) == 2 and all(len(one.get("points").split()) == 3 for one in lines)
+    groups = [one for one in drawn.iter() if one.get("stroke-width") == "2"]
+    lines = [one for group in groups for one in group]
+    assert len(lines) == 4 and all(len(one.get("points").split()) == 3 for one in lines)
+    # A pace has one color; its second line is dashed.
+    assert len({group.get("stroke") for group in groups}) == 2
+    assert [group.get("stroke-dasharray") is not None for group in groups].count(True) == 2
+    names = [one.text for one in drawn.iter() if one.tag.endswith("text")]
+    assert "allreduce, 2 per host" in names
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.planner.candidates import Candidate, candidate, meshes
+from paceline.planner.candidates import Candidate, candidate, enumerate_candidates, meshes
 from paceline.planner.cluster import Cluster, Host, even_cluster, local_cluster
 from paceline.planner.predict import predict
 from paceline.planner.profile import BucketProfile, ModelProfile, even_buckets
@@ -97,6 +97,18 @@ def test_one_slow_worker_delays_all_but_async():
     assert free == pytest.approx(4 / (3 / 0.3 + 1 / 1.2))
 
 
+def test_a_slow_worker_needs_no_more_of_the_cores_for_its_exchange():
+    """Two workers on two cores: the exchange makes computation longer, and that part only once."""
+    both = Cluster((Host("a", 2, 0, 1, machine=0), Host("b", 2, 0, 1, machine=0)), Link(1e15, 0.0))
+    costly = msgspec.structs.replace(both, wire_cpu_s_per_byte=1e-9)
+    for text in ("allreduce", "ssp:3"):
+        slow, usual = (
+            predict(candidate(text), PROFILE, costly, straggler=Straggler(factor, workers=1))
+            for factor in (3.0, 1.0)
+        )
+        assert slow.step_s - usual.step_s == pytest.approx(2 * 0.3, rel=1e-6)
+
+
 def test_cores_that_are_missing_make_computation_longer():
     two = predict(candidate("local:500"), PROFILE, local_cluster(2, 2, 0), constants=BARE)
     four = predict(candidate("local:500"), PROFILE, local_cluster(4, 2, 0), constants=BARE)
@@ -117,6 +129,17 @@ def test_the_number_of_servers_has_a_derivation():
     assert choice.count == 4
     assert choice.derivation.startswith("server links are the limit up to 3 servers; 4 give 3.6 x")
     assert choice.derivation.endswith("one more gives nothing")
+    enough = choose_servers(with_servers, 1)
+    assert enough.count == 1 and enough.derivation == "server links are the limit with 1 server"
+
+
+def test_servers_without_hosts_of_their_own_are_listed_once():
+    def labels(servers: int) -> list[str]:
+        found = enumerate_candidates(PROFILE, wired(4, 1e8, server_hosts=servers))
+        return [one.label for one in found if one.pace.name == "ps"]
+
+    assert labels(0) == ["ps, 1 server", "ps, 2 servers", "ps, colocated"]
+    assert labels(4) == ["ps, 1 server", "ps, 2 servers", "ps, 4 servers", "ps, colocated"]
 
 
 def test_a_plan_prefers_exact_and_says_what_it_does_not_know():

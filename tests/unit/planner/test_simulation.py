@@ -72,6 +72,14 @@ def test_a_bound_makes_fast_workers_wait_for_the_slow_one():
     assert bounded.waited_s > 100 and free.waited_s == 0
 
 
+def test_free_running_time_is_computation_waiting_or_exchange():
+    costs = StepCosts(FREE, 0.1, 0.2, (0.2,), (0.5,), tail_s=0.05, served_s=0.1, bound=1)
+    run = simulate_free(costs, Delays(4, 0.1, Straggler(), 0), 4, 200)
+    assert run.exposed_s > 4 * 200 * 0.5
+    computed_s = run.end_s * 4 - run.exposed_s - run.waited_s
+    assert computed_s == pytest.approx(4 * 200 * 0.3, rel=0.02)
+
+
 def test_failures_cost_what_is_repeated_and_restarted():
     never = simulate_failures(FailurePlan(), 1000.0, 1.0, seed=0)
     assert (never.failures, never.total_s) == (0, 0.0)
@@ -97,11 +105,13 @@ def test_a_sweep_becomes_csv():
             scenario,
             axes["workers"],
             axes["bandwidth"],
+            [],
         )
     )
     lines = as_csv(rows).splitlines()
-    assert len(lines) == 1 + 8 and lines[0].startswith("pace,servers,workers,bandwidth,step_s")
-    assert [line.split(",")[:4] for line in lines[1:3]] == [
-        ["allreduce", "0", "2", "1gbit"],
-        ["ps", "1", "2", "1gbit"],
+    assert len(lines) == 1 + 8
+    assert lines[0].startswith("pace,servers,workers,bandwidth,per_host,step_s")
+    assert [line.split(",")[:5] for line in lines[1:3]] == [
+        ["allreduce", "0", "2", "1gbit", "1"],
+        ["ps", "1", "2", "1gbit", "1"],
     ]

@@ -11,15 +11,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.runtime.config import inherited_environ
+from paceline.runtime.console import say
 
 STOPPED = (0, -signal.SIGINT, 130)  # exit codes of a job that was not at fault
 _OWN = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _END_S = 15.0
+_QUIET_S, _EVERY_S = 2.0, 10.0
 
 Child = subprocess.Popen[bytes]
 
@@ -61,6 +64,20 @@ def _wait_or_kill(one: Child) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(one.pid, signal.SIGKILL)
         one.wait()
+
+
+class Progress:
+    """Reports what a command waits for: after 2 s, and then every 10 s."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._next_s = time.monotonic() + _QUIET_S
+
+    def show(self, text: str) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + _EVERY_S
+            say(f"{self._what}: {text}")
 
 
 @contextlib.contextmanager

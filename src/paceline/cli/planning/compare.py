@@ -16,6 +16,7 @@ import msgspec
 
 from paceline.cli.planning.child_job import (
     Child,
+    Progress,
     require_script,
     require_training,
     running,
@@ -86,8 +87,9 @@ def compare_paces(options: CompareOptions) -> int:
                 hosts = ShapedHosts(options.num_workers, plan.link, scratch)
                 undo.enter_context(hosts)
             runs: list[PaceRun] = []
+            count = len(plan.paces)
             for number, pace in enumerate(plan.paces):
-                say(f"{pace}: {_budget_text(options)}")
+                say(f"{pace} ({number + 1} of {count}): {_budget_text(options)}")
                 runs.append(_run(options, plan, pace, scratch / str(number), hosts))
                 if number == 0 and runs[0].failure:  # it is the script: the others would fail, too
                     raise UsageError(runs[0].failure)
@@ -156,7 +158,9 @@ def _parse_slow(text: str | None, num_workers: int) -> dict[int, float]:
 
 
 def _budget_text(options: CompareOptions) -> str:
-    return f"{options.steps} steps" if options.steps else options.budget or "60s"
+    if options.steps:
+        return f"{options.steps} steps"
+    return short_duration(parse_time(options.budget or "60s", "--budget"))
 
 
 def _conditions(options: CompareOptions) -> str:
@@ -204,7 +208,7 @@ def _run(
     prefix = hosts.enter() if hosts is not None else []
     child = start_job([*words, *target], directory, environ=environ, prefix=prefix)
     with running(child):
-        _follow(child, directory, plan.budget_s, options)
+        _follow(child, directory, plan.budget_s, options, Progress(str(pace)))
         has_ended = child.poll() is not None
     value = options.value or BACKWARD_LOSS
     read_pace_run(run, directory, budget_s=plan.budget_s, most_steps=options.steps, value=value)
@@ -227,9 +231,16 @@ def _label(pace: PaceSpec, servers: str) -> str:
     return f"{pace}, {servers} server{'s' * (servers not in ('1', 'colocated'))}"
 
 
-def _follow(child: Child, directory: Path, budget_s: float | None, options: CompareOptions) -> None:
+def _follow(
+    child: Child,
+    directory: Path,
+    budget_s: float | None,
+    options: CompareOptions,
+    progress: Progress,
+) -> None:
     """Wait until the budget is used up, counted from the first step, or the job has ended."""
     begin_s, first_s, last = time.monotonic(), 0.0, (0, 0.0)
+    workers = [0]
     while child.poll() is None:
         now_s = time.monotonic()
         # A record grows: it is read again only as long as no step, or not every step, is there.
@@ -246,6 +257,12 @@ def _follow(child: Child, directory: Path, budget_s: float | None, options: Comp
             return
         if now_s - max(last[1], begin_s) > _START_S and (budget_s is None or not first_s):
             return
+        if not first_s:
+            progress.show("waiting for the first step")
+        elif budget_s is not None:
+            progress.show(f"{now_s - first_s:.0f} of {short_duration(budget_s)}")
+        else:
+            progress.show(f"{min(workers)} of {options.steps} steps")
         time.sleep(_POLL_S)
 
 

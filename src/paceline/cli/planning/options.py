@@ -65,7 +65,10 @@ def simulate(
     seed: Annotated[int, typer.Option("--seed", help="Of the random delays and failures.")] = 0,
     sweeps: Annotated[
         list[str] | None,
-        typer.Option("--sweep", help="workers=8,64,512 or bandwidth=1gbit,10gbit; or both."),
+        typer.Option(
+            "--sweep",
+            help="workers=8,64,512, bandwidth=1gbit,10gbit, per-host=1,8; or several of them.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write all as CSV.")

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.cli.planning.child_job import (
+    Progress,
     require_script,
     require_training,
     running,
@@ -108,6 +109,8 @@ def _run(options: ParityOptions, directory: Path, num_workers: int) -> str:
         words += ["-s", "1"] if parse(options.pace).needs_servers else []
     words += [*(["-m"] if options.is_module else []), options.script, *options.arguments]
     run = directory / "run"
+    who = "alone" if num_workers == 1 else f"with {num_workers} workers"
+    progress = Progress(f"{options.name} {who}")
     with running(start_job(words, run, environ={"PACELINE_PROBE": probe.text()})) as child:
         begin_s = time.monotonic()
         last, last_s = -1, begin_s
@@ -119,8 +122,8 @@ def _run(options: ParityOptions, directory: Path, num_workers: int) -> str:
                 last, last_s = done, now_s
             if now_s - last_s > (_STEP_S if last > 0 else _START_S):
                 break
+            progress.show(f"{done} of {options.steps} steps")
             time.sleep(_POLL_S)
-    who = "alone" if num_workers == 1 else f"with {num_workers} workers"
     done = _done(record, num_workers)
     require_training(options.name, child, run, done, LEAST_STEPS, who)
     pace = _pace_of(run)

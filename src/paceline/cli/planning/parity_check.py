@@ -109,8 +109,9 @@ def _other_differences(
     missing = (others - mine).total() + (mine - others).total()
     if missing:
         total = max(mine.total(), others.total())
-        text = f"{(others - mine).total()} of the {others.total()} samples of one process are not"
-        text += f" among the {mine.total()} of the workers"
+        lost, more = (others - mine).total(), (mine - others).total()
+        text = f"{lost} of the {others.total()} samples of one process are not among those of the"
+        text += f" workers, and {more} of the {mine.total()} of the workers not among its own"
         made.append(Difference(step, "samples", "", missing / max(total, 1), text=text))
     if alone["loss"] is not None and all(line["loss"] is not None for line in lines):
         found.loss = sum(line["loss"] * line["weight"] for line in lines) / len(lines)
@@ -154,16 +155,18 @@ def _largest(values: np.ndarray) -> float:
 
 
 def _difference(mine: np.ndarray, others: np.ndarray, floor: float) -> tuple[float, float]:
-    """Return the largest difference, relative and in units in the last place of the largest."""
+    """Return the largest difference, relative and in units in the last place.
+
+    Both refer to the largest element, or to `floor` if that is larger.
+    """
     if mine.shape != others.shape:
         return float("inf"), float("inf")
     if mine.tobytes() == others.tobytes() or not mine.size:
         return 0.0, 0.0
     apart = _largest(mine.astype(np.float64) - others.astype(np.float64))
-    largest = _largest(others)
+    size = max(_largest(others), floor)
     is_float = np.issubdtype(others.dtype, np.floating)
-    unit = float(np.spacing(others.dtype.type(largest))) if is_float and largest else 1.0
-    size = max(largest, floor)
+    unit = float(np.spacing(others.dtype.type(size))) if is_float and size else 1.0
     return (apart / size if size else float("inf")), apart / unit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -28,7 +29,14 @@ from paceline.planner.ranking import Plan, PlanRow, make_plan
 from paceline.planner.step_costs import DEFAULT_CONSTANTS, ON_MEASURED_LINKS
 from paceline.planner.text_table import text_table
 from paceline.runtime.console import say
-from paceline.runtime.formatting import data_size, percent, rate, short_duration, short_number
+from paceline.runtime.formatting import (
+    data_size,
+    duration_range,
+    percent,
+    rate,
+    short_duration,
+    short_number,
+)
 from paceline.runtime.machine import memory, usable_cores
 
 _SHOWN = 12  # rows; --all shows the others
@@ -64,6 +72,8 @@ def plan_job(options: PlanOptions) -> int:
         raise ConfigError(f"there is no script {options.script!r}; name a Python file")
     if sum(one is not None for one in (options.num_workers, options.hosts, options.cluster)) > 1:
         raise ConfigError("-n, --hosts and --cluster say where the job runs; give one of them")
+    if options.apply and options.cluster is not None:
+        raise ConfigError("--apply runs on this machine or with --hosts, not on a cluster file")
     if options.steps < 3:
         raise ConfigError(f"--steps {options.steps}: at least 3 steps must be measured")
     max_wire = None if options.max_wire is None else parse_rate(options.max_wire, "--max-wire")
@@ -181,8 +191,12 @@ def _print_plan(
         sys.stdout.write(
             f"\nservers: {count} for {cluster.num_workers} workers: {plan.servers.derivation}\n"
         )
-    where = f"--hosts {options.hosts}" if options.hosts else ""
-    command = plan.best.candidate.command(cluster.num_workers, where, " ".join(options.target))
+    best = plan.best.candidate
+    where, servers_on = _where(
+        options, cluster, has_servers=best.num_servers > 0 and not best.is_colocated
+    )
+    target = shlex.join(options.target)
+    command = best.command(cluster.num_workers, where, target, servers_on)
     sys.stdout.write(
         f"\nrecommended: {command}\n"
         "loss: exact = equals one process with the global batch; table = our two tasks, see"
@@ -192,12 +206,24 @@ def _print_plan(
     sys.stdout.flush()
 
 
+def _where(options: PlanOptions, cluster: Cluster, *, has_servers: bool) -> tuple[str, str]:
+    """Return the options that name the hosts of the workers, and those of dedicated servers."""
+    if options.hosts:
+        return f"--hosts {options.hosts}", ""
+    if options.cluster is None:
+        return "", ""
+    apart = cluster.server_names if has_servers else ()
+    hosts = [f"{host.name}:{host.workers}" for host in cluster.hosts]
+    hosts += [f"{name}:1" for name in apart]
+    return f"--hosts {','.join(hosts)}", f"--servers-on {','.join(apart)}" if apart else ""
+
+
 def _cells(row: PlanRow, *, is_best: bool) -> list[str]:
     one = row.prediction
     return [
         "*" if is_best else "",
         one.candidate.label,
-        f"{short_duration(one.step_s)} ({_bare(one.low_s)}-{short_duration(one.high_s)})",
+        f"{short_duration(one.step_s)} ({duration_range(one.low_s, one.high_s)})",
         rate(one.samples_per_s),
         data_size(one.sent_bytes),
         data_size(one.memory_bytes),
@@ -208,17 +234,11 @@ def _cells(row: PlanRow, *, is_best: bool) -> list[str]:
     ]
 
 
-def _bare(time_s: float) -> str:
-    return short_duration(time_s).replace(" ", "")
-
-
 # -- running it ---------------------------------------------------------------------------------
 
 
 def _apply(best: PlanRow, profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> int:
     """Run the recommendation, then set predicted and measured side by side."""
-    if options.cluster is not None:
-        raise ConfigError("--apply runs on this machine or with --hosts; a cluster file is a wish")
     one = best.candidate
     directory = Path(tempfile.mkdtemp(prefix="paceline-run-"))
     command = [sys.executable, "-m", "paceline", "run", "--log-dir", str(directory)]
@@ -246,7 +266,7 @@ def _print_comparison(best: PlanRow, directory: Path) -> None:
     inside = "inside" if one.low_s <= found <= one.high_s else "outside"
     sys.stdout.write(
         f"{one.candidate.label}: predicted {short_duration(one.step_s)}"
-        f" ({_bare(one.low_s)}-{short_duration(one.high_s)}), measured"
+        f" ({duration_range(one.low_s, one.high_s)}), measured"
         f" {short_duration(found)} over {len(steps)} steps: {found / one.step_s - 1:+.0%},"
         f" {inside} the interval; record in {directory}\n"
     )

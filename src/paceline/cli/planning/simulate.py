@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,14 +17,16 @@ from paceline.planner.profile import read_profile
 from paceline.planner.quantities import NO_STRAGGLER, parse_link, parse_straggler, parse_time
 from paceline.planner.simulation.failures import FailurePlan
 from paceline.planner.simulation.run import Scenario, Simulated, simulate
-from paceline.planner.simulation.sweep import SweepRow, as_csv, parse_sweep, sweep
+from paceline.planner.simulation.sweep import AXES, SweepRow, as_csv, parse_sweep, sweep
 from paceline.planner.text_table import text_table
+from paceline.runtime.console import say
 from paceline.runtime.formatting import data_size, percent, rate, short_duration, short_number
 
 _MOST_WORKERS = 100_000
+_EVENTS_PER_S = 5e5  # simulated on one core
 _HEADER = (
     *("pace", "step", "samples/s", "efficiency", "waiting", "exchange", "staleness (99 %)"),
-    *("sent/step", "failures", "limit"),
+    *("sent/step", "failures (lost)", "limit"),
 )
 
 
@@ -57,23 +60,39 @@ def run_simulation(options: SimulateOptions) -> int:
     candidates = [_candidate(text, options) for text in split_paces(options.paces)]
     axes = dict(parse_sweep(text) for text in options.sweeps)
     if len(axes) != len(options.sweeps):
-        raise ConfigError("--sweep: give each of workers and bandwidth once")
+        raise ConfigError(f"--sweep: give each of {', '.join(AXES)} once")
     if options.plot and not axes:
         raise ConfigError("--plot draws a sweep: add --sweep workers=8,64,512")
     _print_head(scenario, options)
+    _announce(candidates, scenario, axes)
     if axes:
-        workers, bandwidths = axes.get("workers", []), axes.get("bandwidth", [])
-        rows = list(sweep(candidates, scenario, workers, bandwidths))
+        rows = list(sweep(candidates, scenario, *(axes.get(name, []) for name in AXES)))
         _print_sweep(rows)
         _write(options.output, as_csv(rows))
-        _write(options.plot, _plot(rows, "workers" if "workers" in axes else "bandwidth"))
+        _write(options.plot, _plot(rows, next(name for name in AXES if name in axes)))
         return 0
     results = [simulate(one, scenario) for one in candidates]
     results.sort(key=lambda one: -one.samples_per_s)
     sys.stdout.write(text_table(_HEADER, [_cells(one) for one in results]))
-    count, link = scenario.cluster.num_workers, scenario.cluster.link.bytes_per_s
-    _write(options.output, as_csv([SweepRow(count, link, one) for one in results]))
+    cluster = scenario.cluster
+    point = (cluster.num_workers, cluster.link.bytes_per_s, cluster.most_workers)
+    _write(options.output, as_csv([SweepRow(*point, one) for one in results]))
     return 0
+
+
+def _announce(
+    candidates: Sequence[Candidate], scenario: Scenario, axes: Mapping[str, Sequence[float]]
+) -> None:
+    """Say how long it takes, if it takes long: free-running workers are simulated one by one."""
+    others = [len(values) for name, values in axes.items() if name != "workers"]
+    counts = axes.get("workers") or [scenario.cluster.num_workers]
+    free = sum(one.pace.is_free_running for one in candidates)
+    events = free * sum(counts) * scenario.steps * math.prod(others)
+    if events > _EVENTS_PER_S:
+        say(
+            f"simulating {short_number(events)} steps of single workers (ssp, async): about"
+            f" {short_duration(math.ceil(events / _EVENTS_PER_S))}"
+        )
 
 
 def split_paces(text: str) -> list[str]:
@@ -167,7 +186,7 @@ def _cells(one: Simulated) -> list[str]:
     stale = "-"
     if one.most_staleness:
         stale = f"{short_number(one.mean_staleness)} ({short_number(one.high_staleness)})"
-    failures = f"{one.failures.failures}, {percent(one.failure_share)}"
+    failures = f"{one.failures.failures} ({percent(one.failure_share)})"
     return [
         one.candidate.label,
         short_duration(one.step_s),
@@ -185,23 +204,27 @@ def _cells(one: Simulated) -> list[str]:
 def _print_sweep(rows: Sequence[SweepRow]) -> None:
     cells = [
         [_cells(row.result)[0], str(row.workers), f"{row.bytes_per_s * 8 / 1e9:g}"]
-        + _cells(row.result)[1:]
+        + [str(row.per_host), *_cells(row.result)[1:]]
         for row in rows
     ]
-    header = (_HEADER[0], "workers", "Gbit/s", *_HEADER[1:])
+    header = (_HEADER[0], "workers", "Gbit/s", "per host", *_HEADER[1:])
     sys.stdout.write(text_table(header, cells))
 
 
 def _plot(rows: Sequence[SweepRow], axis: str) -> str:
+    """Return a plot with a line for each pace, and for each value of the other axes."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    rates = {row.bytes_per_s for row in rows}
     for row in rows:
+        gbit = row.bytes_per_s * 8 / 1e9
+        at = {"workers": row.workers, "bandwidth": gbit, "per-host": row.per_host}
         name = str(row.result.candidate.pace)
-        if axis == "workers" and len(rates) > 1:
-            name += f", {row.bytes_per_s * 8 / 1e9:g} Gbit/s"
-        x = float(row.workers) if axis == "workers" else row.bytes_per_s * 8 / 1e9
-        lines.setdefault(name, []).append((x, 100 * row.result.efficiency))
-    label = "workers" if axis == "workers" else "bandwidth of a link (Gbit/s)"
+        if axis != "bandwidth" and len({one.bytes_per_s for one in rows}) > 1:
+            name += f", {gbit:g} Gbit/s"
+        if axis != "per-host" and len({one.per_host for one in rows}) > 1:
+            name += f", {row.per_host} per host"
+        lines.setdefault(name, []).append((at[axis], 100 * row.result.efficiency))
+    labels = {"bandwidth": "bandwidth of a link (Gbit/s)", "per-host": "workers on each host"}
+    label = labels.get(axis, axis)
     return family_plot(
         lines,
         title="Efficiency relative to workers that only compute",

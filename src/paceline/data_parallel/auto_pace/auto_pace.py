@@ -128,6 +128,7 @@ class AutoPace:
             return ""
         outcome = self._meet(steps, training, pace)
         if outcome.problem:
+            self.stop()
             raise UsageError(outcome.problem)
         if outcome.is_again:
             self._measure_again(steps)
@@ -170,7 +171,7 @@ class AutoPace:
         if self.next_step >= 0 and not self._state.version and self._job.is_first_worker:
             say(
                 f"{self._request.word}: nothing was chosen, because the script took fewer than"
-                f" {WARM_UP + MEASURED} steps; all were at {MEASURED_AT}"
+                f" {WARM_UP + MEASURED} steps; the pace did not change"
             )
 
     # -- meetings -----------------------------------------------------------------------------

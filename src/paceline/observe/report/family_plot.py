@@ -29,6 +29,8 @@ LINE_COLOURS = (
     "#7c5cb5",
     "#707784",
 )
+_DASHES = ("", "6 4", "2 3", "10 3 2 3", "14 4")  # the first is solid
+_LABEL = 16  # distance of two names
 INK, SOFT, GRID = "#1b2130", "#5a6376", "#e4e7ed"
 
 
@@ -82,18 +84,28 @@ def family_plot(
 
 
 def _lines(lines: Mapping[str, Points], x: AxisScale, y: AxisScale) -> list[str]:
+    """Return the lines with their names. "ps, 1 Gbit/s" has the colour of "ps", dashed."""
     parts: list[str] = []
     ends: list[tuple[float, str, str]] = []
-    for at, (name, points) in enumerate(lines.items()):
-        colour = LINE_COLOURS[at % len(LINE_COLOURS)]
+    variants: dict[str, int] = {}  # by colour family, so far
+    for name, points in lines.items():
+        family = name.partition(", ")[0]
+        variant = variants[family] = variants.get(family, -1) + 1
+        colour = LINE_COLOURS[list(variants).index(family) % len(LINE_COLOURS)]
         placed = [(x.at(a), y.at(b)) for a, b in sorted(points)]
         if len(placed) > 1:
-            drawn = [polyline(placed, "line")]
-            parts.append(styled(drawn, fill="none", stroke=colour, stroke_width="2"))
+            look = {"fill": "none", "stroke": colour, "stroke_width": "2"}
+            look |= {"stroke_dasharray": _DASHES[variant % len(_DASHES)]} if variant else {}
+            parts.append(styled([polyline(placed, "line")], **look))
         parts.append(styled([polyline([point], "dot") for point in placed], fill=colour))
         ends.append((placed[-1][1], colour, name))
-    below = 0.0
-    for height, colour, name in sorted(ends):  # labels keep a distance of one line
-        below = max(height + 4, below + 16)
-        parts.append(styled([text(_RIGHT + 12, below, escaped(name, 32))], fill=colour))
+    ends.sort()
+    heights: list[float] = []
+    for height, _, _ in ends:  # labels keep a distance of one line
+        heights.append(max([height + 4, *(one + _LABEL for one in heights[-1:])]))
+    for at in reversed(range(len(ends))):  # and stay above the axis
+        lowest = _BOTTOM - _LABEL * (len(ends) - 1 - at)
+        heights[at] = min(heights[at], lowest)
+    for height, (_, colour, name) in zip(heights, ends, strict=True):
+        parts.append(styled([text(_RIGHT + 12, height, escaped(name, 32))], fill=colour))
     return parts

@@ -24,7 +24,7 @@ from paceline.planner.quantities import NO_STRAGGLER, Straggler
 from paceline.planner.ranking import reason_of
 from paceline.planner.statistical_cost import statistical_cost
 from paceline.planner.step_costs import ON_MEASURED_LINKS
-from paceline.runtime.formatting import short_duration
+from paceline.runtime.formatting import duration_range, short_duration
 
 INEXACT_GAIN = 1.10
 CURRENT_BONUS = 1.08
@@ -73,7 +73,7 @@ class Choice:
         one, plain = self.prediction, self.plain
         text = (
             f"{one.candidate.label}: predicted {short_duration(one.step_s)} per step"
-            f" ({_bare(one.low_s)}-{short_duration(one.high_s)})"
+            f" ({duration_range(one.low_s, one.high_s)})"
         )
         if one.candidate != plain.candidate:
             text += f", {plain.candidate.label} {short_duration(plain.step_s)}"
@@ -160,7 +160,3 @@ def _effect(one: Candidate) -> str:
     else:
         words = f"changes the training: loss {cost.text} on our two tasks, docs/choosing-a-pace.md"
     return f"{words}. `paceline set pace=...` or --pace chooses another"
-
-
-def _bare(time_s: float) -> str:
-    return short_duration(time_s).replace(" ", "")

@@ -32,13 +32,20 @@ def simulate_free(
     pushed_s = [0.0] * num_workers  # end of each worker's last push
     staleness = np.zeros(total, dtype=np.int64)
     ends_s = np.zeros(total)
-    rows = [(fixed_s + delays.step() * compute_s).tolist()]
+
+    def next_steps() -> list[float]:
+        """Return the time of each worker from reading to its push."""
+        took_s: list[float] = (fixed_s + costs.slowed(delays.step()) * compute_s).tolist()
+        return took_s
+
+    rows = [next_steps()]
     taken = [1] * num_workers
     # When each worker's push arrives at the servers.
     events = [(took_s, worker) for worker, took_s in enumerate(rows[0])]
     heapq.heapify(events)
     pop, push, finish = heapq.heappop, heapq.heappush, rule.finish
-    now_s = waited_s = exposed_s = 0.0
+    now_s = waited_s = 0.0
+    exposed_s = fixed_s * total
     for done in range(total):
         arrived_s, worker = pop(events)
         now_s = (arrived_s if arrived_s > now_s else now_s) + served_s
@@ -50,7 +57,7 @@ def simulate_free(
             at = taken[other]
             taken[other] = at + 1
             if at == len(rows):  # the fastest worker needs another step's delays
-                rows.append((fixed_s + delays.step() * compute_s).tolist())
+                rows.append(next_steps())
             push(events, (now_s + rows[at][other], other))
     return Timeline(
         ends_s[num_workers - 1 :: num_workers].tolist(),

@@ -41,7 +41,7 @@ def simulate_lockstep(costs: StepCosts, delays: Delays, num_workers: int, steps:
     now_s, waited_s, exposed_s = 0.0, 0.0, 0.0
     ends_s = []
     for _ in range(steps):
-        factors = delays.step()
+        factors = costs.slowed(delays.step())
         slowest = float(factors.max())
         ready_s = [costs.before_s * slowest + ready * slowest for ready in costs.ready_s]
         compute_s = costs.compute_s * slowest
