@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.comm.device_group import ByPlace
 from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
@@ -105,6 +106,11 @@ class TrainingSetup:
         """Create a group of all workers. Collective."""
         self._groups.append(self.job.worker_group(f"{self.name} {use}"))
         return self._groups[-1]
+
+    def form_for_statistics(self) -> Group | ByPlace:
+        """Create the group that adds up the statistics of batch norms. Collective."""
+        group = self.form("statistics")
+        return group if self.on_device is None else self.on_device.form_by_place(group)
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new engine memory."""

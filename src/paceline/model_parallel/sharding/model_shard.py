@@ -92,7 +92,8 @@ def shard_model(model: nn.Module, unit: MeshUnit, options: ModelParallelOptions)
     if unit.mesh.tp > 1:
         from paceline.model_parallel.tensor.parallelize import parallelize
 
-        result.plan = parallelize(model, unit.axis("tp"), options.plan, options.example)
+        axes = unit.axis("tp"), unit.host_axis("tp")
+        result.plan = parallelize(model, axes[0], options.plan, options.example, axes[1])
         specs.update(result.plan.parts)
     buffers: set[str] | None = None
     if stages is not None:

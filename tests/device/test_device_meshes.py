@@ -1,0 +1,140 @@
+"""Meshes on the test device: a model that is divided over devices trains as it does on the CPU.
+
+The axes exchange tensors with the device's own backend. Waits are counted after the first steps, in
+which the batches of a unit are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import paceline as pl
+from support.devices import load_device, require_no_wait_of_the_script, run_on_device
+from support.ranks import run_ranks
+
+STEPS, COMPARED = 5, 3  # steps; in so many of them batches are compared
+CLASSES, LENGTH, WIDTH = 10, 4, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Transformer(nn.Module):
+    """The head is the embedding: with pp two stages hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    mesh: str
+    pace: str = "allreduce"
+    by_hand: bool = False  # the ordinary loop, without train_step
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def batch_of(part: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + part)
+    return torch.randint(CLASSES, (8, LENGTH + 1), generator=generator)
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def train(case: Case, device: str) -> list[torch.Tensor]:
+    """Train for some steps; return losses, the full model and an evaluation."""
+    torch.manual_seed(7)
+    model = Transformer().double().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    example = batch_of(0, 0)[:, :-1].to(device)
+    options = {"microbatches": 4} if "pp" in case.mesh else {}
+    settings = {"mesh": case.mesh, "loss": loss_of, "example": example, "max_norm": 0.5}
+    pl.distribute(model, optimizer, case.pace, **{**settings, **options, **case.options})
+    laggard = load_device() if device != "cpu" else None
+    losses = []
+    for step in range(STEPS):
+        batch = batch_of(pl.data_rank(), step).to(device)
+        x, y = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        if laggard is not None:
+            torch.accelerator.synchronize()
+            laggard.take_synchronizations()
+        losses.append(take_step(case, model, optimizer, x, y))
+        if laggard is not None and step >= COMPARED:
+            require_no_wait_of_the_script(laggard)
+    pl.check_consistency(model, optimizer)
+    state = model.state_dict()
+    assert all(value.is_cpu for value in state.values())
+    model.load_state_dict(state)
+    with torch.no_grad():
+        shown = model(batch_of(0, STEPS)[:3, :-1].contiguous().to(device))
+    return [*(one.cpu() for one in losses), *state.values(), shown.cpu()]
+
+
+def take_step(case: Case, model: Any, optimizer: Any, x: Any, y: Any) -> torch.Tensor:
+    if not case.by_hand:
+        return model.train_step(x, y).clone()
+    optimizer.zero_grad()
+    loss = loss_of(model(x), y)
+    loss.backward()
+    pl.clip_grad_norm_(model, 0.5)
+    optimizer.step()
+    return loss.detach().clone()
+
+
+def train_all(world, cases: list[Case], device: str | None) -> list[Any]:
+    return [train(case, device or str(pl.device())) for case in cases]
+
+
+def require_equal(cases: list[Case], schedule: str, num_workers: int, **options: Any) -> None:
+    found = run_on_device(
+        num_workers, train_all, cases, None, schedule=schedule, timeout_s=400, **options
+    )
+    expected = run_ranks(num_workers, train_all, cases, "cpu", timeout_s=200, **options)
+    for on_device, on_cpu in zip(found, expected, strict=True):
+        for case, one, right in zip(cases, on_device, on_cpu, strict=True):
+            torch.testing.assert_close(
+                one, right, rtol=1e-9, atol=1e-9, msg=lambda m, case=case: f"{case}: {m}"
+            )
+
+
+MESHES = {
+    "tp=2": [Case("tp=2"), Case("tp=2", by_hand=True)],
+    "fsdp=2": [Case("fsdp=2"), Case("fsdp=2", by_hand=True)],
+    "pp=2": [Case("pp=2"), Case("pp=2", options={"schedule": "zero-bubble"})],
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meshes_train_as_on_the_cpu(mesh, schedule):
+    require_equal(MESHES[mesh], schedule, 2)
