@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
+from paceline.errors import UsageError
 from support.devices import load_device, require_no_wait_of_the_script, run_on_device
 from support.ranks import run_ranks
 
@@ -46,6 +47,9 @@ class Transformer(nn.Module):
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
         self.head.weight = self.tokens.weight
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
@@ -60,6 +64,7 @@ class Case:
     mesh: str
     pace: str = "allreduce"
     by_hand: bool = False  # the ordinary loop, without train_step
+    free: bool = False  # workers do not wait for each other: parameters of all are sent around
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,7 +81,8 @@ def train(case: Case, device: str) -> list[torch.Tensor]:
     """Train for some steps; return losses, the full model and an evaluation."""
     torch.manual_seed(7)
     model = Transformer().double().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model.tie()  # moved to this device, not even parameters of one module stay the same objects
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.0 if case.free else 0.9)
     example = batch_of(0, 0)[:, :-1].to(device)
     options = {"microbatches": 4} if "pp" in case.mesh else {}
     settings = {"mesh": case.mesh, "loss": loss_of, "example": example, "max_norm": 0.5}
@@ -90,7 +96,7 @@ def train(case: Case, device: str) -> list[torch.Tensor]:
             torch.accelerator.synchronize()
             laggard.take_synchronizations()
         losses.append(take_step(case, model, optimizer, x, y))
-        if laggard is not None and step >= COMPARED:
+        if laggard is not None and step >= COMPARED and not case.free:
             require_no_wait_of_the_script(laggard)
     pl.check_consistency(model, optimizer)
     state = model.state_dict()
@@ -129,12 +135,101 @@ def require_equal(cases: list[Case], schedule: str, num_workers: int, **options:
 
 
 MESHES = {
-    "tp=2": [Case("tp=2"), Case("tp=2", by_hand=True)],
+    "tp=2": [Case("tp=2"), Case("tp=2", by_hand=True), Case("tp=2", "async", free=True)],
     "fsdp=2": [Case("fsdp=2"), Case("fsdp=2", by_hand=True)],
-    "pp=2": [Case("pp=2"), Case("pp=2", options={"schedule": "zero-bubble"})],
+    "pp=2": [
+        Case("pp=2"),
+        Case("pp=2", options={"schedule": "zero-bubble"}),
+        Case("pp=2", options={"schedule": "interleaved:2"}),
+    ],
 }
+OF_FOUR = {
+    "dp=2,tp=2": [Case("dp=2,tp=2"), Case("dp=2,tp=2", "local:2"), Case("dp=2,tp=2", by_hand=True)],
+    "dp=2,fsdp=2": [Case("dp=2,fsdp=2"), Case("dp=2,fsdp=2", options={"via": "host"})],
+    "dp=2,pp=2": [Case("dp=2,pp=2"), Case("dp=2,pp=2", "allreduce[compress=int8(min=100)]")],
+    "fsdp=2,tp=2": [Case("fsdp=2,tp=2")],
+    "pp=2,tp=2": [Case("pp=2,tp=2")],
+}
+SHARED = {"PACELINE_DEVICES": "laggard:0,0,1,1"}  # two workers on each of the two devices
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_meshes_train_as_on_the_cpu(mesh, schedule):
-    require_equal(MESHES[mesh], schedule, 2)
+    require_equal(MESHES[mesh], schedule, 2, servers=int(mesh == "tp=2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", OF_FOUR)
+def test_larger_meshes_train_as_on_the_cpu(mesh, schedule):
+    require_equal(OF_FOUR[mesh], schedule, 4, env=SHARED)
+
+
+# -- dropout, models without values, checkpoints, refusals ----------------------------------------
+
+
+def others(world, mesh: str, directory: str) -> None:
+    here = pl.device()
+    dropout_differs_between_stages_and_is_restored(mesh, here, directory)
+    models_on_meta_get_values_on_the_device(mesh, here)
+    refusals(mesh, here)
+
+
+def dropout_differs_between_stages_and_is_restored(mesh, here, directory: str) -> None:
+    """The device's generator: another state in the stages, the script's own untouched."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4)]
+        model = nn.Sequential(*layers).to(here)
+        optimizer = torch.optim.AdamW(model.parameters())
+        settings = {"loss": F.mse_loss, "example": torch.ones(4, 8, device=here)}
+        pl.distribute(model, optimizer, mesh=mesh, **settings)
+        return model, optimizer
+
+    x = torch.ones(4, 8, device=here)
+    model, _ = made()
+    module = torch.get_device_module(here)
+    before = module.get_rng_state(here)
+    model.train_step(x, x)
+    if "pp" in mesh:
+        assert torch.equal(before, module.get_rng_state(here))
+    checkpoint = pl.Checkpoint(f"{directory}/{mesh}")
+    checkpoint.save()
+    checkpoint.wait()
+    expected = [model.train_step(x, x).item() for _ in range(3)]
+    checkpoint.load()
+    assert [model.train_step(x, x).item() for _ in range(3)] == expected
+
+
+def models_on_meta_get_values_on_the_device(mesh: str, here: torch.device) -> None:
+    if mesh == "tp=2":  # it needs values to test its sharding with
+        return
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(4, 8, device=here)
+    pl.distribute(model, optimizer, mesh=mesh, loss=F.mse_loss, example=x)
+    assert all(p.device == here for group in optimizer.param_groups for p in group["params"])
+    losses = [model.train_step(x, x).item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def refusals(mesh: str, here: torch.device) -> None:
+    half = Transformer().to(here)
+    half.positions.to("cpu")
+    optimizer = torch.optim.SGD(half.parameters(), 0.1)
+    with pytest.raises(UsageError, match=r"the model is on laggard:., but positions.weight on the"):
+        pl.distribute(half, optimizer, mesh=mesh, loss=loss_of)
+    known = torch.distributed.Backend.default_device_backend_map
+    backend = known.pop("laggard")
+    try:
+        model = Transformer().to(here)
+        with pytest.raises(UsageError, match=f"mesh {mesh}: laggard has no collective backend"):
+            pl.distribute(model, torch.optim.SGD(model.parameters(), 0.1), mesh=mesh)
+    finally:
+        known["laggard"] = backend
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_dropout_checkpoints_and_refusals(mesh, schedule, tmp_path):
+    run_on_device(2, others, mesh, str(tmp_path), schedule=schedule, timeout_s=200)

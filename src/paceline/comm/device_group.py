@@ -101,6 +101,24 @@ class DeviceGroup:
             getattr(group, "shutdown", lambda: None)()
 
 
+class StreamResult:
+    """An exchange on streams; a Handle (runtime/work.py). `wait` lets the current stream wait."""
+
+    def __init__(self, done: torch.Event, memory: object) -> None:
+        self._done = done
+        self._memory = memory  # until the device is done with it
+
+    def done(self) -> bool:
+        return self._done.query()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        del timeout_s  # the host does not wait
+        torch.accelerator.current_stream(self._done.device).wait_event(self._done)
+
+    def error(self) -> Exception | None:
+        return None
+
+
 class ByPlace:
     """Collectives of the workers, for tensors on the CPU and on a device. What is on the device is
     exchanged there: the current stream waits, not the host."""

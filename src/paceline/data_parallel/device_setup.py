@@ -15,6 +15,7 @@ from paceline.comm.group import Group
 from paceline.comm.host_route import HostRoute
 from paceline.comm.shared_memory import allocate
 from paceline.comm.torch.store import control_store
+from paceline.compress.registry import CodecSpec
 from paceline.observe.telemetry.events import COPY_SHARE, DEVICE_MEMORY, DEVICE_TIME
 from paceline.observe.telemetry.reporter import Reporter
 from paceline.options.table import Options
@@ -110,6 +111,14 @@ class DeviceSetup:
         backend = collective_backend(self.device)
         assert backend is not None, "placement.py refuses batchnorm=global without one"
         return ByPlace(group, self._form_on_device(backend, "statistics"))
+
+    def form_for_codec(self, spec: CodecSpec) -> DeviceGroup | None:
+        """Form the group of a codec that exchanges on the device; None: it does not. Collective."""
+        backend = collective_backend(self.device)
+        is_asked = spec.name == "powersgd" and self._options.via != "host"
+        if backend is None or self._job.elastic.is_on or not is_asked:
+            return None
+        return self._form_on_device(backend, "codec")
 
     def _form_on_device(self, backend: str, use: str) -> DeviceGroup:
         job, group = self._job, self._group

@@ -193,7 +193,10 @@ class TrainingSetup:
             memory = self.memory if self.hosts is None else self.hosts.allocate
             makes = (self.form, self._groups.append, memory)
             average = compressed_average(self.job, self.group, self.host, spec, *makes)
-            return average if self.hosts is None else EncodedThroughHost(average, self.hosts)
+            if self.on_device is None:
+                return average
+            collectives = self.on_device.form_for_codec(spec)
+            return EncodedThroughHost(average, self.on_device.hosts, collectives)
         own = self.method.exchange()
         if own is not None and self.hosts is not None:
             return ThroughHost(own, self.hosts)

@@ -102,8 +102,9 @@ def _find_unsupported(
         )
     if options.update == "sharded":
         return (
-            f"update=sharded shares parameters in the memory of a host, and not {where}; use"
-            " update=replicated"
+            "update=sharded divides the step among workers that share the memory of a host, and not"
+            f" {where}; use update=replicated, or --mesh fsdp=N, which also divides parameters,"
+            " gradients and optimizer state over the devices"
         )
     if options.batchnorm == "global" and (why := _without_collectives(device, options, is_elastic)):
         return (

@@ -45,6 +45,7 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("indices", at::native::indices_sparse);
   m.impl("values", at::native::values_sparse);
   m.impl("copy_sparse_to_sparse_", at::native::copy_sparse_);
+  m.impl("copy_", at::native::copy_sparse_wrapper_);
   m.impl("clone", at::native::clone_sparse);
   m.impl("_coalesce", coalesce);
   m.impl("add_.Tensor", add_);
