@@ -113,6 +113,6 @@ def shard_model(model: nn.Module, unit: MeshUnit, options: ModelParallelOptions)
         if unit.index("tp") > 0 and (result.plan is None or name not in result.plan.parts):
             shard.is_counted = False
     if meta_model is not None:
-        materialize(result.shards, meta_model, options.seed, options.init)
+        materialize(result.shards, meta_model, options.seed, options.init, unit.device)
     result.skeleton = make_skeleton(model, result.shards, aliases, buffers)
     return result
