@@ -153,7 +153,7 @@ def _track(module: _BatchNorm, batch: Statistics, tracked: Tensor | None) -> Non
 class Statistics(NamedTuple):
     """Of the global batch, for each channel; the variance is the biased one."""
 
-    num_values: int | Tensor  # per channel; a tensor on a device, which nobody waits for
+    num_values: int | Tensor  # per channel; a tensor on a device, so that the host need not wait
     mean: Tensor
     var: Tensor
 

@@ -65,8 +65,8 @@ def materialize(
     """Give first values to the local shards, and to the buffers, that are on meta.
 
     They are made on the CPU, with the same random numbers for every device, and then moved to
-    `device`. The parameters stay the same objects. `init` is called for each module after its own reset, as
-    by `model.apply(init)`. UsageError names what neither of them gives a value to.
+    `device`. The parameters stay the same objects. `init` is called for each module after its own
+    reset, as by `model.apply(init)`. UsageError names what neither of them gives a value to.
 
     A model that is built on meta is large, so from here on this process returns the memory of large
     tensors to the system when they are freed.
