@@ -205,7 +205,7 @@ class GlobalNorm(Script):
 
 class SparseEmbedding(Script):
     network = SparseNet
-    num_waits = 2  # for indices and values, which are averaged in host memory
+    num_waits = 4  # indices and values are averaged in host memory, and come back
 
 
 EXACT = (Script, Fused, Foreach, Accumulating, UsedByOne, Mixed, MixedThroughHost, SameCheck)
