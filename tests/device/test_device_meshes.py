@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from support.devices import load_device, require_no_wait_of_the_script, run_on_device
 from support.ranks import run_ranks
 
-STEPS, COMPARED = 5, 3  # steps; in so many of them batches are compared
+STEPS, COMPARED = 6, 3  # steps, which end with a round of local:2; in so many batches are compared
 CLASSES, LENGTH, WIDTH = 10, 4, 16
 
 

@@ -102,7 +102,7 @@ class EncodedBlocks(EncodedBucket):
 
     def _encode(self, values: torch.Tensor, step: int) -> Errand[None]:  # noqa: ARG002
         error, left = self._reduction.take_row_error(), self._reduction.residual
-        if error is not None:
+        if error is not None and error.numel():
             self._memory["row error"] = error
             self._reduction.add_row_error(self._on_device("row error"))
         parts = []
