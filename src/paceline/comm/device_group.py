@@ -85,7 +85,7 @@ class DeviceGroup:
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> Any:
         """Start to collect the tensors of all workers in `out`, one after the other."""
-        return self._group._allgather_base(out, tensor)
+        return self._group._allgather_base(out.view(-1), tensor.view(-1))
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Start to copy the first worker's tensor to all."""
