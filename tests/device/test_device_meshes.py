@@ -161,7 +161,10 @@ OF_FOUR = {
     "dp=2,tp=2": [Case("dp=2,tp=2"), Case("dp=2,tp=2", "local:2"), Case("dp=2,tp=2", by_hand=True)],
     "dp=2,fsdp=2": [Case("dp=2,fsdp=2"), Case("dp=2,fsdp=2", options=(("via", "host"),))],
     "dp=2,pp=2": [Case("dp=2,pp=2"), Case("dp=2,pp=2", "local:2")],
-    "fsdp=2,tp=2": [Case("fsdp=2,tp=2")],
+    "fsdp=2,tp=2": [
+        Case("fsdp=2,tp=2"),
+        Case("fsdp=2,tp=2", options=(("activations", "recompute"),)),
+    ],
     "pp=2,tp=2": [Case("pp=2,tp=2")],
 }
 SHARED = {"PACELINE_DEVICES": "laggard:0,0,1,1"}  # two workers on each of the two devices
