@@ -31,6 +31,7 @@ LIMIT_S = 240
 EXACT = (
     *("allreduce", "allreduce[via=host]", "ps", "local:4", "post_local:4", "bmuf:4", "diloco:4"),
     *("bitmap", "allreduce[compress=int8]", "allreduce[compress=topk:0.1]"),
+    "allreduce[compress=int8(feedback=yes)]",
 )
 FREE = (
     "async",

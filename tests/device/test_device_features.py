@@ -39,6 +39,24 @@ class Net(nn.Module):
         return self.extra(out) if use_extra else out
 
 
+class NormNet(Net):
+    """With a batch norm; its running statistics are the mean over all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16, momentum=None)
+        self.body.insert(0, self.norm)
+
+    def forward(self, tokens: torch.Tensor, use_extra: bool = False) -> torch.Tensor:
+        return super().forward(tokens[:, 0], use_extra)
+
+
+class SparseNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16, sparse=True)
+
+
 def batch(rank: int, step: int) -> torch.Tensor:
     torch.manual_seed(10 * step + rank)
     return torch.randint(0, 20, (5, 3))
@@ -47,28 +65,36 @@ def batch(rank: int, step: int) -> torch.Tensor:
 class Script:
     """A training script; scenarios change parts of it."""
 
+    network: type[Net] = Net
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     settings: dict[str, Any] = {"lr": 0.1}
     options: dict[str, Any] = {}
     accumulates = 1
-    clips = scales = is_mixed = False
+    clips = scales = is_mixed = compiles = casts = False
     num_waits = 0  # of the script's thread for the device, in a step
     uses_extra = (False, False)  # by rank
 
     def __init__(self, rank: int, device: str) -> None:
         self.rank, self.device = rank, device
-        self.model = Net().to(device)
+        self.model = self.network().to(device)
         if self.is_mixed:
             self.model.embed.to("cpu")
         self.opt = type(self).optimizer(self.model.parameters(), **self.settings)
         options = {} if device != "cpu" else {"update": "replicated"}
         chosen = {k: v for k, v in self.options.items() if device != "cpu" or k != "via"}
         pl.distribute(self.model, self.opt, unused="ignore", bucket_mb=0.02, **options, **chosen)
-        self.scaler = pl.GradScaler(init_scale=1024.0) if self.scales else None
+        self.scaler = self.make_scaler() if self.scales else None
+        if self.compiles:
+            self.model.compile(backend="aot_eager")
+
+    def make_scaler(self) -> Any:
+        return pl.GradScaler(init_scale=1024.0)
 
     def loss(self, step: int, part: int = 0) -> torch.Tensor:
         tokens = batch(self.rank, step + 50 * part).to(self.device)
-        return self.model(tokens, self.uses_extra[self.rank]).square().mean()
+        kind = torch.device(self.device).type
+        with torch.autocast(kind, torch.bfloat16, enabled=self.casts):
+            return self.model(tokens, self.uses_extra[self.rank]).float().square().mean()
 
     def step(self, step: int) -> None:
         self.opt.zero_grad()
@@ -95,7 +121,8 @@ class Script:
         if not self.is_mixed:  # the script copies between the CPU and the device in forward
             assert len(waits) == self.num_waits, (type(self), [w.stack for w in waits])
         pl.check_consistency(self.model, self.opt)
-        values = [p.detach().cpu() for p in self.model.parameters()]
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        values = [tensor.detach().cpu() for tensor in tensors]
         return [*values, torch.tensor(self.scaler.get_scale())] if self.scaler else values
 
     def waits_during(self, step: int) -> list[Any]:
@@ -154,13 +181,36 @@ class ScalingFused(Scaling):
     num_waits = 0
 
 
+class TorchScaler(Scaling):
+    def make_scaler(self) -> Any:
+        return torch.amp.GradScaler(torch.device(self.device).type, init_scale=1024.0)
+
+
+class Compiled(Script):
+    compiles = True
+
+
+class Autocast(Script):
+    casts = True
+
+
 class SameCheck(Script):
     options = {"nonfinite": "skip"}
     num_waits = 1
 
 
+class GlobalNorm(Script):
+    network, options = NormNet, {"batchnorm": "global"}
+
+
+class SparseEmbedding(Script):
+    network = SparseNet
+    num_waits = 4  # indices and values are averaged in host memory, and come back
+
+
 EXACT = (Script, Fused, Foreach, Accumulating, UsedByOne, Mixed, MixedThroughHost, SameCheck)
-CLOSE = (Clipping, Narrow, Scaling, ScalingFused)
+EXACT += (SparseEmbedding, Compiled)
+CLOSE = (Clipping, Narrow, Autocast, Scaling, ScalingFused, TorchScaler, GlobalNorm)
 
 
 def run_all(world, device: str | None) -> list[Any]:
@@ -177,7 +227,7 @@ def test_scripts_get_on_a_device_what_they_get_on_the_cpu(schedule, expected):
     found = run_on_device(2, run_all, None, schedule=schedule, timeout_s=300)
     for of_rank in found:
         for kind, one, right in zip((*EXACT, *CLOSE), of_rank, expected, strict=True):
-            tolerance = 0.0 if kind in EXACT else 0.02 if kind is Narrow else 1e-5
+            tolerance = 0.0 if kind in EXACT else 0.02 if kind in (Narrow, Autocast) else 1e-5
             torch.testing.assert_close(
                 one, right, rtol=0, atol=tolerance, msg=lambda m, kind=kind: f"{kind.__name__}: {m}"
             )
@@ -235,10 +285,10 @@ def refusals(rank: int, here: str) -> None:
     apart = Net().to(here)
     apart.extra.to(other)
     refused(apart, "several devices, .*laggard:1: .*; a worker trains on one")
-    refused(Net().to(here), "update=sharded shares parameters in the memory", update="sharded")
-    refused(Net().to(here), "batchnorm=global exchanges statistics", batchnorm="global")
-    sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True, device=here))
-    refused(sparse, "0.weight has sparse gradients on laggard")
+    refused(Net().to(here), "update=sharded divides the step .*--mesh fsdp=N", update="sharded")
+    of_layers = {"batchnorm": "global", "via": "host"}
+    refused(NormNet().to(here), "batchnorm=global adds up .*via=host does without", **of_layers)
+    refused(Net().to(here), "pace hogwild: all workers write to one memory", pace="hogwild")
 
 
 def out_of_memory(rank: int, here: str) -> None:

@@ -6,6 +6,7 @@
     quantizers.py  fewer bits per number: fp16, bf16, int8, int4, onebit
     sparsifiers.py, dgc.py    fewer numbers: topk, randomk, dgc
     powersgd.py    two low-rank factors in place of a matrix
+    on_device.py, powersgd_on_device.py    codecs with torch operations, for tensors on a device
     kernels.py, blocks.py, sparse_format.py, sign_bits.py    the engine's kernels for tensors
 
 Start with codec.py. To write your own codec, use the names of paceline.extend. Imports comm/.

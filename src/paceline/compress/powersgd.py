@@ -35,7 +35,7 @@ class PowerSGD(Codec):
         return int(self.spec.value)
 
     def reduction(self, context: CodecContext) -> CompressedReduction:
-        return _PowerSGDReduction(self, context)
+        return PowerSGDReduction(self, context)
 
     def shape(self, size: torch.Size) -> tuple[int, int] | None:
         """Return the matrix shape of a tensor; None if it is sent uncompressed."""
@@ -64,7 +64,7 @@ class _LowRankMatrix:
         return self.span.of(flat).view(self.shape)
 
 
-class _PowerSGDReduction(CompressedReduction):
+class PowerSGDReduction(CompressedReduction):
     """A reduction that averages the left factors, then the right factors."""
 
     codec: PowerSGD
@@ -74,39 +74,65 @@ class _PowerSGDReduction(CompressedReduction):
         super().__init__(
             codec, CodecContext(layout, context.allocate, context.rank, context.is_elastic)
         )
-        self._matrices = []
+        self.matrices: list[_LowRankMatrix] = []
         for span, size in layout.matrices:
             shape = codec.shape(size)
             assert shape is not None
-            self._matrices.append(_LowRankMatrix(span, shape, codec.rank))
+            self.matrices.append(_LowRankMatrix(span, shape, codec.rank))
         self._lefts, self._left_memory = self._allocate_factors(0)
         self._rights, self._right_memory = self._allocate_factors(1)
         self._left_mean, self._right_mean = self._allocate_factors(0), self._allocate_factors(1)
         # The same on all workers, because the seed of each matrix is the same.
-        for matrix, right in zip(self._matrices, self._rights, strict=True):
+        for matrix, right in zip(self.matrices, self._rights, strict=True):
             generator = torch.Generator().manual_seed(codec.seed + layout.first + matrix.span.start)
             right.copy_(torch.randn(right.shape, generator=generator))
-        self._begin = [right.clone() for right in self._rights]
-        self._wanted = torch.zeros(layout.size) if self.residual is None else self.residual
+        self.begin = [right.clone() for right in self._rights]  # of the next step
+        # Residual and gradients; the residual itself if there is one.
+        self.wanted = torch.zeros(layout.size) if self.residual is None else self.residual
         self._is_broken = False  # some worker's numbers are not finite
         self._num_workers = 1
 
     def _allocate_factors(self, side: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        sizes = [matrix.shape[side] * matrix.rank for matrix in self._matrices]
-        memory = self.allocate(sum(sizes), torch.float32)
+        memory = self.allocate(sum(self._factor_sizes(side)), torch.float32)
+        return self._factors_in(memory, side), memory
+
+    def empty_factors(
+        self, side: int, device: torch.device
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return left (0) or right (1) factors on a device, without values, and their memory."""
+        memory = torch.empty(sum(self._factor_sizes(side)), device=device)
+        return self._factors_in(memory, side), memory
+
+    def move(self, device: torch.device) -> None:
+        """Keep the state on a device (powersgd_on_device.py)."""
+        self.begin = [right.to(device) for right in self.begin]
+        self.wanted = self.wanted.to(device)
+        if self.residual is not None:
+            self.residual = self.wanted
+
+    def account_step(self, num_workers: int) -> None:
+        """Count the bytes of a step that a device has exchanged."""
+        self._num_workers = num_workers
+        self._count_sent(num_workers)
+
+    def _factor_sizes(self, side: int) -> list[int]:
+        return [matrix.shape[side] * matrix.rank for matrix in self.matrices]
+
+    def _factors_in(self, memory: torch.Tensor, side: int) -> list[torch.Tensor]:
+        sizes = self._factor_sizes(side)
         parts = memory.split(sizes) if sizes else ()
-        pairs = zip(parts, self._matrices, strict=True)
-        return [part.view(matrix.shape[side], matrix.rank) for part, matrix in pairs], memory
+        pairs = zip(parts, self.matrices, strict=True)
+        return [part.view(matrix.shape[side], matrix.rank) for part, matrix in pairs]
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:
         del draw
-        for number, matrix in enumerate(self._matrices):
-            wanted = matrix.span.of(self._wanted)
+        for number, matrix in enumerate(self.matrices):
+            wanted = matrix.span.of(self.wanted)
             if self.residual is None:
                 wanted.copy_(matrix.span.of(values))
             else:
                 wanted.add_(matrix.span.of(values))
-            torch.matmul(matrix.view(self._wanted), self._begin[number], out=self._lefts[number])
+            torch.matmul(matrix.view(self.wanted), self.begin[number], out=self._lefts[number])
 
     def hop(self, group: Group) -> Work[Any]:
         self._num_workers = group.size
@@ -119,29 +145,29 @@ class _PowerSGDReduction(CompressedReduction):
         # Pass on numbers that are not finite, so that all workers see them; the next step starts
         # without them.
         self._is_broken = not bool(torch.isfinite(self._left_mean[1]).all())
-        for number, matrix in enumerate(self._matrices):
+        for number, matrix in enumerate(self.matrices):
             left = self._left_mean[0][number]
             if not self._is_broken:
                 left.copy_(torch.linalg.qr(left)[0])
-            torch.matmul(matrix.view(self._wanted).t(), left, out=self._rights[number])
+            torch.matmul(matrix.view(self.wanted).t(), left, out=self._rights[number])
         out = self._right_mean[1]
         work = group.all_reduce(self._right_memory, "mean", out=out, async_op=True)
         assert isinstance(work, Work)
         self.last_hop = work
 
     def write(self, out: torch.Tensor) -> None:
-        for number, matrix in enumerate(self._matrices):
+        for number, matrix in enumerate(self.matrices):
             left, right = self._left_mean[0][number], self._right_mean[0][number]
             torch.matmul(left, right.t(), out=matrix.view(out))
             if self._is_broken:
-                matrix.span.of(self._wanted).zero_()
+                matrix.span.of(self.wanted).zero_()
                 continue
-            self._begin[number].copy_(right)
+            self.begin[number].copy_(right)
             if self.residual is not None:
                 matrix.span.of(self.residual).sub_(matrix.span.of(out))
 
     def common(self) -> Iterator[torch.Tensor]:
-        return iter(self._begin)
+        return iter(self.begin)
 
     @property
     def sent_bytes(self) -> int:

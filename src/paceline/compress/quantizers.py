@@ -89,8 +89,9 @@ class SlicedReduction(CompressedReduction):
         self._bounds: list[int] = []
         self._received: Sequence[torch.Tensor] = ()
         # If the exchange may be repeated, the row's error is added to the residual only later.
-        is_deferred = context.is_elastic and self.residual is not None
-        self._row_error = torch.zeros(self.layout.size) if is_deferred else None
+        self._is_elastic = context.is_elastic
+        self._defers = context.is_elastic and self.residual is not None
+        self._row_error: torch.Tensor | None = None  # of this worker's slice
         self._has_row_error = False
         self._draw = Draw(0, 0)
 
@@ -116,18 +117,17 @@ class SlicedReduction(CompressedReduction):
         rank, _ = self._rank_and_size
         begin = self._bounds[rank]
         row = self._slice(self._result, begin, self._bounds[rank + 1])
-        for own in self._own_blocks():
-            residual = self.residual
+        for own, of_slice in self._own_blocks():
+            residual = None if self.residual is None else own.of(self.residual)
             if self._row_error is not None:
-                own.of(self._row_error).zero_()
-                residual = self._row_error
+                residual = of_slice.of(self._row_error).zero_()
             first, last = own.first - begin, own.last - begin
             blocks.recode(
                 self.codec.format.name,
                 [self._slice(received, first, last) for received in self._received],
                 self._slice(self._result, own.first, own.last),
                 count=own.count,
-                residual=None if residual is None else own.of(residual),
+                residual=residual,
                 draw=self._draw.at(own.start),
             )
         self._has_row_error = True
@@ -167,12 +167,37 @@ class SlicedReduction(CompressedReduction):
         super().forget()
         self._has_row_error = False
 
+    def own(self) -> Iterator[torch.Tensor]:
+        if not self._is_elastic:
+            self._add_row_error()
+        yield from super().own()
+
+    # -- a residual on a device (pace/through_host/encoded.py) ------------------------------------
+
+    def move_residual(self, device: torch.device) -> None:
+        """Keep the residual on a device; the error of each row stays on the host until it is
+        taken."""
+        if self.residual is not None:
+            self.residual, self._defers = self.residual.to(device), True
+
+    def take_row_error(self) -> torch.Tensor | None:
+        """Return the error of the last row, if it is not in the residual yet; it is to be added by
+        `add_row_error`."""
+        found = self._row_error if self._has_row_error else None
+        self._has_row_error = False
+        return found
+
+    def add_row_error(self, error: torch.Tensor) -> None:
+        """Add the error of a row to the residual."""
+        if self.residual is not None:
+            for own, of_slice in self._own_blocks():
+                own.of(self.residual).add_(of_slice.of(error))
+
     def _add_row_error(self) -> None:
         """Add the error of the last row to the residual: the last exchange will not be repeated."""
-        if self._has_row_error and self._row_error is not None and self.residual is not None:
-            for own in self._own_blocks():
-                own.of(self.residual).add_(own.of(self._row_error))
-        self._has_row_error = False
+        error = self.take_row_error()
+        if error is not None and self.residual is not None:
+            self.add_row_error(error.to(self.residual.device))
 
     def _divide(self, group: Group) -> None:
         """Divide the blocks into slices again if the group has changed."""
@@ -184,19 +209,25 @@ class SlicedReduction(CompressedReduction):
         own = self._bounds[group.rank + 1] - self._bounds[group.rank]
         memory = self._allocate_blocks(own * group.size)
         self._received = [self._slice(memory, n * own, (n + 1) * own) for n in range(group.size)]
+        self._has_row_error = False
+        if self._defers:
+            count = sum(blocks.count for blocks, _ in self._own_blocks())
+            self._row_error = self.allocate(count, torch.float32)
 
-    def _own_blocks(self) -> Iterator[_BlockRange]:
-        """Yield the blocks that this worker averages, split where spans end."""
+    def _own_blocks(self) -> Iterator[tuple[_BlockRange, Span]]:
+        """Yield the blocks that this worker averages, split where spans end; with their position in
+        this worker's slice."""
         rank, _ = self._rank_and_size
         begin, end = self._bounds[rank], self._bounds[rank + 1]
-        at, width = 0, self.codec.format.values
+        at, width, passed = 0, self.codec.format.values, 0
         for span in self.layout.large:
             length = self.codec.format.num_blocks(span.count)
             first, last = max(begin, at), min(end, at + length)
             if first < last:
                 start = (first - at) * width
                 count = min(span.count, (last - at) * width) - start
-                yield _BlockRange(span.start + start, count, first, last)
+                yield _BlockRange(span.start + start, count, first, last), Span(passed, count)
+                passed += count
             at += length
 
     def _allocate_blocks(self, num_blocks: int) -> torch.Tensor:

@@ -91,10 +91,13 @@ class CompressedReduction:
             assert isinstance(work, Work)
             self._small_work = work
         self._first_hop = self.hop(group)
-        size = group.size
+        self._count_sent(group.size)
+        return self._first_hop
+
+    def _count_sent(self, size: int) -> None:
+        """Count the bytes of an exchange among this many workers."""
         small = 4 * self.layout.num_small * 2 * (size - 1) // size
         self.account.add_sent(8 * self.layout.size * (size - 1) // size, self.sent_bytes + small)
-        return self._first_hop
 
     # -- values that were encoded on a device (pace/through_host/encoded.py) ----------------------
 

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
-from paceline.comm.device_group import DeviceGroup
+from paceline.comm.device_group import ByPlace, DeviceGroup
 from paceline.comm.device_timing import DeviceLaps
 from paceline.comm.devices import collective_backend, is_on_device, memory_of
 from paceline.comm.group import Group
 from paceline.comm.host_route import HostRoute
 from paceline.comm.shared_memory import allocate
 from paceline.comm.torch.store import control_store
+from paceline.compress.registry import CodecSpec
 from paceline.observe.telemetry.events import COPY_SHARE, DEVICE_MEMORY, DEVICE_TIME
 from paceline.observe.telemetry.reporter import Reporter
 from paceline.options.table import Options
@@ -44,7 +45,8 @@ class DeviceSetup:
         self.device = device
         trainable = [param for param in model.parameters() if param.requires_grad]
         self.is_mixed = not all(map(is_on_device, trainable))  # others are on the CPU
-        self.collectives: DeviceGroup | None = None
+        self.collectives: DeviceGroup | None = None  # for gradients
+        self._formed: list[DeviceGroup] = []
         self._route: HostRoute | None = None
         self._hosts: HostBuckets | None = None
         self.laps = DeviceLaps(device)
@@ -71,7 +73,7 @@ class DeviceSetup:
         backend = collective_backend(self.device) if self._options.via != "host" else None
         exchange: Exchange
         if backend is not None:
-            self.collectives = self._form_on_device(backend)
+            self.collectives = self._form_on_device(backend, "gradients")
             exchange = DeviceAllReduce(self._group, self.collectives)
         else:
             inner = AllReduce(self._form("host route"))
@@ -104,11 +106,28 @@ class DeviceSetup:
         route, total_ms = self._route, self.laps.total_ms
         return None if route is None or not total_ms else 100 * route.copied_ms / total_ms
 
-    def _form_on_device(self, backend: str) -> DeviceGroup:
+    def form_by_place(self, group: Group) -> ByPlace:
+        """Add a group on the device to one on the host. Collective."""
+        backend = collective_backend(self.device)
+        assert backend is not None, "placement.py refuses batchnorm=global without one"
+        return ByPlace(group, self._form_on_device(backend, "statistics"))
+
+    def form_for_codec(self, spec: CodecSpec) -> DeviceGroup | None:
+        """Form the group of a codec that exchanges on the device; None: it does not. Collective."""
+        backend = collective_backend(self.device)
+        is_asked = spec.name == "powersgd" and self._options.via != "host"
+        if backend is None or self._job.elastic.is_on or not is_asked:
+            return None
+        return self._form_on_device(backend, "codec")
+
+    def _form_on_device(self, backend: str, use: str) -> DeviceGroup:
         job, group = self._job, self._group
-        key = f"paceline/device/{self._name}{job.part_suffix}/{group.ranks}/{group.generation}"
+        name = f"{self._name} {use}{job.part_suffix}"
+        key = f"paceline/device/{name}/{group.ranks}/{group.generation}"
         store = PrefixStore(key, control_store(job.rendezvous.agent))
-        return DeviceGroup(backend, self.device, store, group.ranks, group.rank, group.timeout_s)
+        made = DeviceGroup(backend, self.device, store, group.ranks, group.rank, group.timeout_s)
+        self._formed.append(made)
+        return made
 
     def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new engine memory on pages of its own."""
@@ -118,5 +137,5 @@ class DeviceSetup:
         """Release memory, threads and the group on the device."""
         if self._route is not None:
             self._route.close()
-        if self.collectives is not None:
-            self.collectives.close()
+        for formed in self._formed:
+            formed.close()

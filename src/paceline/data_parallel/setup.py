@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.comm.device_group import ByPlace
 from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
@@ -106,6 +107,11 @@ class TrainingSetup:
         self._groups.append(self.job.worker_group(f"{self.name} {use}"))
         return self._groups[-1]
 
+    def form_for_statistics(self) -> Group | ByPlace:
+        """Create the group that adds up the statistics of batch norms. Collective."""
+        group = self.form("statistics")
+        return group if self.on_device is None else self.on_device.form_by_place(group)
+
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new engine memory."""
         return allocate(self.job.fabric.engine, (count,), dtype)
@@ -187,7 +193,10 @@ class TrainingSetup:
             memory = self.memory if self.hosts is None else self.hosts.allocate
             makes = (self.form, self._groups.append, memory)
             average = compressed_average(self.job, self.group, self.host, spec, *makes)
-            return average if self.hosts is None else EncodedThroughHost(average, self.hosts)
+            if self.on_device is None:
+                return average
+            collectives = self.on_device.form_for_codec(spec)
+            return EncodedThroughHost(average, self.on_device.hosts, collectives)
         own = self.method.exchange()
         if own is not None and self.hosts is not None:
             return ThroughHost(own, self.hosts)

@@ -7,6 +7,8 @@ itself, in rank order: the same additions on the same numbers give the same bits
     1. sizes       number of entries, and a fingerprint of dtype and shape
     2. indices     concatenated in rank order
     3. values      concatenated in rank order; then entries of the same index are added
+
+Gradients on a device are averaged in host memory, with the same bits. The host waits for them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.object_collectives import all_gather_object
 from paceline.data_parallel.bucket import NamedParameter, describe
@@ -50,21 +53,44 @@ class SparseAverages:
             raise
 
     def _average_one(self, named: NamedParameter) -> None:
-        param, grad = named.param, named.param.grad
-        if grad is None:
-            grad = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64),
-                torch.empty(0, *param.shape[1:], dtype=param.dtype),
-                param.shape,
-                check_invariants=False,
-            )
+        param = named.param
+        grad = _nothing(param) if param.grad is None else _to_host(param.grad)
         if self._keeps:
             self.contributions[named.name] = grad.clone()
         if grad.is_sparse:
-            param.grad = self._gradients.average(grad)
+            param.grad = _to(param.device, self._gradients.average(grad))
         else:  # the weight is tied to a layer that uses it densely
-            param.grad = torch.empty_like(grad)
-            self._group.all_reduce(grad, "mean", out=param.grad)
+            averaged = torch.empty_like(grad)
+            self._group.all_reduce(grad, "mean", out=averaged)
+            param.grad = averaged.to(param.device)
+
+
+def _nothing(param: Tensor) -> Tensor:
+    """Return the gradient of a parameter that was not used: without entries, on the CPU."""
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64),
+        torch.empty(0, *param.shape[1:], dtype=param.dtype),
+        param.shape,
+        check_invariants=False,
+    )
+
+
+def _to_host(grad: Tensor) -> Tensor:
+    """Return a gradient in host memory; its entries are coalesced there."""
+    if not is_on_device(grad):
+        return grad
+    if not grad.is_sparse:
+        return grad.cpu()
+    parts = grad._indices().cpu(), grad._values().cpu()
+    return torch.sparse_coo_tensor(*parts, grad.shape, check_invariants=False)
+
+
+def _to(device: torch.device, grad: Tensor) -> Tensor:
+    """Return a coalesced gradient on this device."""
+    if device == grad.device:
+        return grad
+    parts = grad.indices().to(device), grad.values().to(device)
+    return torch.sparse_coo_tensor(*parts, grad.shape, is_coalesced=True, check_invariants=False)
 
 
 class SparseGradients:

@@ -103,7 +103,7 @@ class Training:
         self._allocator = setup.make_allocator(optimizer)
         self._parameters = ParameterSet(setup, self._allocator, self.reducer)
         self._num_global_norms = (
-            use_global_statistics(model, setup.form("statistics"))
+            use_global_statistics(model, setup.form_for_statistics())
             if options.batchnorm == "global"
             else 0
         )

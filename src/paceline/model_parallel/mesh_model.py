@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.comm.devices import is_on_device
 from paceline.data_parallel.amp.mixed_precision import compute_in
 from paceline.data_parallel.checks.model import local_models
 from paceline.data_parallel.hooks import attach, replace_method
@@ -154,6 +155,9 @@ class MeshModel:
         if self.unit.mesh.fsdp == 1:
             return loss
         shared = loss.clone()
+        if is_on_device(shared):
+            dist.all_reduce(shared, group=self.unit.axis("fsdp").get_group())
+            return shared.div_(self.unit.mesh.fsdp)
         with self._waiting:
             self.unit.group.all_reduce(shared, "mean")  # equal among the processes of tp
         return shared
@@ -173,7 +177,7 @@ class MeshModel:
         """Scale the gradients of the full model, or of the parameters with these names, so that
         their norm is at most `max_norm`; return the norm before."""
         self.exchange_gradients()
-        return clip(self.unit.group, self.shard.shards, max_norm, norm_type, only, self._waiting)
+        return clip(self.unit, self.shard.shards, max_norm, norm_type, only, self._waiting)
 
     def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:  # noqa: ARG002
         self.exchange_gradients()
@@ -195,10 +199,10 @@ class MeshModel:
         own, as along dp."""
         if self.switcher.training.buffers_are_local:
             return
-        axis = self.unit.axis("fsdp").get_group()
         for buffer in self.shard.skeleton.buffers():
+            axis = self.unit.axis if is_on_device(buffer) else self.unit.host_axis
             with self._waiting:
-                dist.broadcast(buffer, group_src=0, group=axis)
+                dist.broadcast(buffer, group_src=0, group=axis("fsdp").get_group())
 
     def _zero_grad(self, old: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
@@ -232,7 +236,7 @@ class MeshModel:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _HALF_DTYPES.get(self._precision)
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+        return nullcontext() if dtype is None else torch.autocast(self.unit.device.type, dtype)
 
     def _require_model(self) -> nn.Module:
         model = self._model()
@@ -263,8 +267,10 @@ class MeshModel:
         return plan.buffer_parts.get(name) if plan is not None else None
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
-        """Return the full model's state, on every process. Collective within the unit."""
-        found = assemble(self.unit.group, self.state_shards())
+        """Return the full model's state in host memory, on every process. Collective within the
+        unit."""
+        assembled = assemble(self.unit.group, self.state_shards())
+        found = {key: tensor.cpu() for key, tensor in assembled.items()}
         return {key: found[key] for key in self._keys if key in found}
 
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> Any:

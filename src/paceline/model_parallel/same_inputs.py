@@ -1,5 +1,8 @@
 """Check that the processes of a unit train on the same batch, in the first steps and then rarely.
 
+To read a batch on a device waits for it. So the values of such batches are compared in the first
+steps only, and their shapes later, too.
+
 The processes of `tp` and `pp` compute one batch together. A script that shards data by `pl.rank()`
 gives each of them a different batch, and the unit would silently train on a mixture of both. So
 each process describes its batch in a few lines, one for each tensor (dtype, shape and a hash), and
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from paceline.comm.devices import is_on_device
 from paceline.comm.object_collectives import all_gather_object
 from paceline.errors import InconsistentRanks
 from paceline.model_parallel.unit import MeshUnit
@@ -45,7 +49,8 @@ class SameInputs:
             return
         with self._waiting:
             gathered = all_gather_object(
-                self._unit.group, [self._unit.index("fsdp"), describe(given)]
+                self._unit.group,
+                [self._unit.index("fsdp"), describe(given, may_wait=self._steps <= _FIRST)],
             )
         for shard in range(self._unit.mesh.fsdp):
             described = {
@@ -56,24 +61,25 @@ class SameInputs:
             require_same(described, str(self._unit.mesh))
 
 
-def describe(given: dict[str, Any]) -> Described:
-    """Return a line for each tensor or number in the arguments."""
+def describe(given: dict[str, Any], *, may_wait: bool = True) -> Described:
+    """Return a line for each tensor or number in the arguments. `may_wait`: for a device."""
     named = {name: value for name, value in given.items() if value is not None}
     leaves, _ = tree_flatten_with_path(named)
-    return [[_name(path), *_described(leaf)] for path, leaf in leaves]
+    return [[_name(path), *_described(leaf, may_wait)] for path, leaf in leaves]
 
 
 def _name(path: Sequence[Any]) -> str:
     return str(path[0].key) + keystr(tuple(path[1:]))
 
 
-def _described(leaf: Any) -> Iterator[str]:
+def _described(leaf: Any, may_wait: bool) -> Iterator[str]:
     if not isinstance(leaf, torch.Tensor):
         yield type(leaf).__name__
         yield repr(leaf) if isinstance(leaf, bool | int | float | str) else ""
         return
     yield f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-    yield _hash(leaf.detach()) if _has_values(leaf) else ""
+    is_read = _has_values(leaf) and (may_wait or not is_on_device(leaf))
+    yield _hash(leaf.detach()) if is_read else ""
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

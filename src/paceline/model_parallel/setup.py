@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from paceline.comm.devices import devices_of
+from paceline.comm.devices import CPU, devices_of
+from paceline.comm.host_route import broadcast_first
 from paceline.comm.object_collectives import all_gather_object, raise_first_problem
 from paceline.data_parallel.checks.model import find_problem, require_same_model
+from paceline.data_parallel.checks.placement import find_problem_on_mesh
 from paceline.data_parallel.distribute import begin
 from paceline.model_parallel.clipping import patch_clip_grad_norm
 from paceline.model_parallel.distribute import mesh_models
@@ -34,7 +36,9 @@ def distribute_on_mesh(
     mesh = job.mesh
     assert mesh is not None
     unit = MeshUnit(job, mesh)
-    _check(job, unit, model, optimizer, pace[1], options)
+    device = _check(job, unit, model, optimizer, pace[1], options)
+    if device != CPU:
+        unit.use_device(device)
     is_short_of_memory = any(param.is_meta for param in model.parameters())
     shard = shard_model(model, unit, options)
     shard_optimizer(optimizer, shard.names, shard.shards)
@@ -57,15 +61,13 @@ def _check(
     optimizer: torch.optim.Optimizer,
     pace_options: Mapping[str, str | float],
     options: ModelParallelOptions,
-) -> None:
+) -> torch.device:
     """Raise UsageError for a model that cannot be sharded; else broadcast it, so that all processes
-    start with the same values. Collective."""
-    problem = find_problem(model, optimizer, may_be_meta=True)
-    if problem is None and (found := devices_of((*model.parameters(), *model.buffers()))):
-        problem = (
-            f"mesh {unit.mesh}: the model is on {found[0]}, and models are divided on the CPU only"
-            " in this version; train on devices without a mesh, or with dp alone"
-        )
+    start with the same values. Return the device where the shards are going to be. Collective."""
+    device, problem = CPU, find_problem(model, optimizer, may_be_meta=True)
+    if problem is None:
+        device = _device_for(model, job.device)
+        problem = find_problem_on_mesh(model, device, job.device, f"mesh {unit.mesh}")
     if problem is None and (unit.mesh.tp > 1 or unit.mesh.fsdp > 1):
         problem = find_optimizer_problem(optimizer, f"mesh {unit.mesh}")
     if problem is None and pace_options.get("batchnorm") == "global":
@@ -79,7 +81,17 @@ def _check(
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta and not job.elastic.is_joining:
-                group.broadcast(tensor.detach())
+                broadcast_first(group, tensor.detach())
+    return device
+
+
+def _device_for(model: nn.Module, here: torch.device) -> torch.device:
+    """Return the device of a model; one without values gets them on the device of this process."""
+    tensors = [*model.parameters(), *model.buffers()]
+    found = devices_of(tensors)
+    if found:
+        return found[0]
+    return here if any(tensor.is_meta for tensor in tensors) else CPU
 
 
 def describe(mesh_model: MeshModel) -> Iterator[str]:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from paceline.comm.devices import CPU
 from paceline.errors import UsageError
 from paceline.model_parallel.pipeline.graph import LayerGraph
 from paceline.model_parallel.pipeline.measuring import LayerCost, measure_layers
@@ -37,12 +39,14 @@ from paceline.model_parallel.pipeline.splitting import (
     release_other_stages,
     split,
 )
+from paceline.model_parallel.pipeline.stage_links import FormLink
 from paceline.model_parallel.pipeline.tracing import trace
 from paceline.model_parallel.sharding.layout import LocalShard, LocalShards, SliceSpec
 from paceline.model_parallel.sharding.model_shard import ModelParallelOptions
 from paceline.model_parallel.unit import MeshUnit
 
 _numbers = itertools.count()  # the same on all workers
+_links = itertools.count()
 
 
 class StagePlan:
@@ -52,7 +56,7 @@ class StagePlan:
         """Trace the model, and agree where to split it: as one process of the job measures."""
         self._unit, self._options = unit, options
         example = self._example_microbatch(_require_loss_and_example(unit, options))
-        self._graphs = [trace(model, example)]
+        self._graphs = [trace(model, example, unit.device)]
         self._blueprint = _copy_to_meta(model)
         self._count = unit.mesh.pp * stages_per_process(options.schedule)
         self.starts = self._choose_starts(model, example)
@@ -105,15 +109,22 @@ class StagePlan:
             self._local,
             self._numbers,
             len(stages),
-            unit.axis("pp").get_group(),
+            unit.host_axis("pp").get_group(),
             options.loss,
             options.schedule,
             options.microbatches,
             tied,
+            self._on_device(),
         )
         pipeline.prepare = self._prepare
         release_other_stages(model, self._local)
         return pipeline
+
+    def _on_device(self) -> tuple[DeviceMesh, FormLink] | None:
+        unit, name = self._unit, f"pipeline {next(_links)} of {self._unit.ranks[0]}"
+        if unit.device == CPU:
+            return None
+        return unit.axis("pp"), lambda link, pair: unit.form_link(f"{name}/{link}", "pp", pair)
 
     def _first_holders(self, tied: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Return the first process on pp that holds each tied parameter."""
@@ -129,7 +140,7 @@ class StagePlan:
         if any(graph.fits(inputs) for graph in self._graphs):
             return
         empty = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), inputs)
-        self._graphs.append(trace(self._blueprint, empty))
+        self._graphs.append(trace(self._blueprint, empty, self._unit.device))
         others = split(self._graphs[-1], self.starts)
         for stage, number in zip(self._local, self._numbers, strict=True):
             stage.add_program_of(others[number])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.comm.device_group import DeviceGroup
+from paceline.comm.device_group import DeviceGroup, StreamResult
 from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.host_route import Arrival, HostRoute
@@ -28,24 +28,6 @@ from paceline.runtime.work import Handle
 
 # Their sum may overflow where the mean does not, so they are divided before they are added.
 _NARROW = (torch.float16, torch.bfloat16)
-
-
-class StreamResult:
-    """An exchange on streams; a Handle (runtime/work.py). `wait` lets the current stream wait."""
-
-    def __init__(self, done: torch.Event, memory: object) -> None:
-        self._done = done
-        self._memory = memory  # until the device is done with it
-
-    def done(self) -> bool:
-        return self._done.query()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        del timeout_s  # the host does not wait
-        torch.accelerator.current_stream(self._done.device).wait_event(self._done)
-
-    def error(self) -> Exception | None:
-        return None
 
 
 class DeviceAllReduce(Exchange):

@@ -213,6 +213,8 @@ class LaggardGroup(dist.ProcessGroup):
 
         return self._run([tensor], [output], exchange, output)
 
+    _allgather_base = all_gather_single  # as backends call it
+
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:

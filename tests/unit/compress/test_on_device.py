@@ -23,13 +23,17 @@ def values_of(count: int, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", on_device.FORMATS)
-@pytest.mark.parametrize("count", [1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 2049, 5000])
 @pytest.mark.parametrize("kind", ["usual", "special", "large"])
-def test_block_formats_have_the_bytes_of_the_kernels(name, count, kind):
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_block_formats_have_the_bytes_of_the_kernels(name, count, kind, with_residual):
     form, values = blocks.FORMATS[name], values_of(count, kind)
     right = torch.zeros(form.payload_bytes(count), dtype=torch.uint8)
-    blocks.encode(name, values, right, draw=Draw(0, 0))
-    found = on_device.encode_blocks(form, values)
+    left = torch.randn(count) if with_residual else None
+    mine = left.clone() if left is not None else None
+    blocks.encode(name, values, right, residual=left, draw=Draw(0, 0))
+    found = on_device.encode_blocks(form, values, mine)
+    torch.testing.assert_close(mine, left, rtol=0, atol=0, equal_nan=True)
     if name == "int8" and kind == "special":  # a step that is NaN has several encodings
         assert torch.equal(found.view(-1, 260)[:, 4:], right.view(-1, 260)[:, 4:])
     else:

@@ -116,3 +116,14 @@ def test_unknown_schedules_are_refused(schedule):
 def test_interleaved_says_which_numbers_work():
     with pytest.raises(UsageError, match=r"9 microbatches .* 2 processes in 4 .*microbatches=8"):
         schedule_actions("interleaved:2", 0, 2, 9)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks", "microbatches"), CASES)
+def test_both_ends_of_a_link_take_microbatches_in_their_order(schedule, num_ranks, microbatches):
+    """On a device what is sent first arrives first (stage_links.py)."""
+    for rank in range(num_ranks):
+        by_kind: dict[tuple[bool, int], list[int]] = {}
+        for kind, stage, microbatch in schedule_actions(schedule, rank, num_ranks, microbatches):
+            if kind != "W":
+                by_kind.setdefault((kind == "F", stage), []).append(microbatch)
+        assert all(order == sorted(order) for order in by_kind.values())

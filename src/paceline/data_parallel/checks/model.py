@@ -327,7 +327,8 @@ def _distance(world: Group, value: object) -> str:
     largest, at = 0.0, 0
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
         chunk = flat[start : start + _CHUNK_ELEMENTS]
-        high, low = chunk.double(), chunk.double()  # not every dtype has arithmetic
+        # Not every dtype has arithmetic; of float64 these must be copies, too.
+        high, low = (chunk.to(torch.float64, copy=True) for _ in range(2))
         world.all_reduce(high, "max")
         world.all_reduce(low, "min")
         apart = high - low

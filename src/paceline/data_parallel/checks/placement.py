@@ -27,35 +27,58 @@ def find_problem_with_devices(
 
     `here`: the device of this process.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    found = devices_of(tensor for _, tensor in named)
+    found = devices_of((*model.parameters(), *model.buffers()))
     if not found:
         return None
+    device = found[0]
+    return (
+        _find_another(model, here)
+        or _find_mixture(model, device, options.placement)
+        or _find_unsupported(device, pace, options, is_elastic)
+    )
+
+
+def find_problem_on_mesh(
+    model: nn.Module, device: torch.device, here: torch.device, mesh: str
+) -> str | None:
+    """Return why a model on this device cannot be divided over a mesh, or None."""
+    if device.type == "cpu":
+        return None
+    problem = _find_another(model, here) or _find_mixture(model, device, "whole")
+    if problem is None and collective_backend(device) is None:
+        problem = (
+            f"{mesh}: {device.type} has no collective backend of its own in this build of torch,"
+            " and the shards of a model are exchanged by it; train on the CPU (--devices cpu), or"
+            " with dp alone, which goes through host memory"
+        )
+    return problem
+
+
+def _find_another(model: nn.Module, here: torch.device) -> str | None:
+    """Refuse a model that is on several devices, or on that of another process."""
+    found = devices_of((*model.parameters(), *model.buffers()))
     if len(found) > 1:
         return (
             f"the model is on several devices, {_examples(model, found)}; a worker trains on one:"
             " start a worker for each device"
         )
-    device = found[0]
-    if device != here:
+    if found and found[0] != here:
         return (
-            f"the model is on {device}, but the device of this process is {here}:"
-            f" {_examples(model, [device])}; move it with model.to(pl.device()), or choose the"
+            f"the model is on {found[0]}, but the device of this process is {here}:"
+            f" {_examples(model, found)}; move it with model.to(pl.device()), or choose the"
             " device with --devices"
         )
-    return (
-        _find_mixture(model, device, options)
-        or _find_unsupported(device, pace, options, is_elastic)
-        or _find_sparse(model)
-    )
+    return None
 
 
-def _find_mixture(model: nn.Module, device: torch.device, options: Options) -> str | None:
+def _find_mixture(model: nn.Module, device: torch.device, placement: str) -> str | None:
     """Refuse a model half on the device: as a rule a part of it was forgotten."""
     on_host = [
-        name for name, p in model.named_parameters() if p.requires_grad and not is_on_device(p)
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not is_on_device(p) and not p.is_meta
     ]
-    if not on_host or options.placement == "mixed":
+    if not on_host or placement == "mixed":
         return None
     return (
         f"the model is on {device}, but {_list(on_host)} on the CPU: move the whole model with"
@@ -79,13 +102,15 @@ def _find_unsupported(
         )
     if options.update == "sharded":
         return (
-            f"update=sharded shares parameters in the memory of a host, and not {where}; use"
-            " update=replicated"
+            "update=sharded divides the step among workers that share the memory of a host, and not"
+            f" {where}; use update=replicated, or --mesh fsdp=N, which also divides parameters,"
+            " gradients and optimizer state over the devices"
         )
-    if options.batchnorm == "global":
+    if options.batchnorm == "global" and (why := _without_collectives(device, options, is_elastic)):
         return (
-            f"batchnorm=global exchanges statistics through the CPU, and does not take {where}; use"
-            " torch's nn.SyncBatchNorm, or batchnorm=local"
+            f"batchnorm=global adds up statistics in each layer by the collectives of {device.type}"
+            f" itself, and {why}; use batchnorm=local, or torch's nn.SyncBatchNorm with a process"
+            " group of your own"
         )
     if options.via == "device" and collective_backend(device) is None:
         return (
@@ -95,14 +120,14 @@ def _find_unsupported(
     return None
 
 
-def _find_sparse(model: nn.Module) -> str | None:
-    for name, module in model.named_modules():
-        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and is_on_device(module.weight):
-            return (
-                f"{name}.weight has sparse gradients on {module.weight.device}; make the embedding"
-                " with sparse=False, or keep it on the CPU (placement='mixed')"
-            )
+def _without_collectives(device: torch.device, options: Options, is_elastic: bool) -> str | None:
+    """Return why workers do not use the collectives of the device; None: they do."""
+    if is_elastic:
+        return "those cannot follow the members of an elastic job"
+    if options.via == "host":
+        return "via=host does without them"
+    if collective_backend(device) is None:
+        return "this build of torch has none"
     return None
 
 

@@ -20,6 +20,9 @@ The reducer scales each worker's parameter gradients by its contribution (see
 runtime/batch_weight.py). The sums in backward belong to the scaled gradients of all ranks, so they
 are scaled before they are added and scaled back after; a batch whose contribution is 0 counts
 neither here nor in forward.
+
+On a device the collectives are those of the device, and the host waits for none of them. So it does
+not know the size of the global batch: a batch of one value is not refused there.
 """
 
 from __future__ import annotations
@@ -34,13 +37,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from paceline.comm.device_group import ByPlace
+from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.data_parallel.hooks import StandIn, replace_forward
 from paceline.errors import UsageError
 from paceline.runtime import job
 
+Workers = Group | ByPlace
 
-def use_global_statistics(model: nn.Module, group: Group) -> int:
+
+def use_global_statistics(model: nn.Module, group: Workers) -> int:
     """Make every BatchNorm of the model train with the statistics of the group's global batch.
 
     Returns how many there are. UsageError, before anything is changed, for one that cannot.
@@ -86,7 +93,7 @@ def _reason_against(module: _BatchNorm) -> str:
 class _GlobalForward(StandIn):
     """Stands in for the `forward` of one module."""
 
-    def __init__(self, module: _BatchNorm, group: Group) -> None:
+    def __init__(self, module: _BatchNorm, group: Workers) -> None:
         # Weak, so that the module does not hold itself and is freed like any other.
         self._module = weakref.ref(module)
         self._group = group
@@ -106,7 +113,7 @@ class _GlobalForward(StandIn):
         return getattr, (self._module(), "forward")
 
 
-def forward_in_training(module: _BatchNorm, x: Tensor, group: Group) -> Tensor:
+def forward_in_training(module: _BatchNorm, x: Tensor, group: Workers) -> Tensor:
     """Do what _BatchNorm.forward does in training mode, with the global batch's statistics."""
     module._check_input_dim(x)
     tracked = module.num_batches_tracked if module.track_running_stats else None
@@ -114,67 +121,84 @@ def forward_in_training(module: _BatchNorm, x: Tensor, group: Group) -> Tensor:
         tracked.add_(1)
     with torch.no_grad():
         batch = global_statistics(x, group)
-        if batch.num_values == 1:
+        if isinstance(batch.num_values, int) and batch.num_values == 1:
             raise UsageError(
                 f"{type(module).__name__}: the global batch has 1 value per channel, training"
                 f" needs more (here: {list(x.shape)}, in a group of {group.size} ranks)"
             )
-        if module.track_running_stats and batch.num_values:
-            factor = module.momentum
-            if factor is None:  # cumulative average
-                factor = 1.0 / float(tracked) if tracked is not None else 0.0
-            unbiased = batch.var * (batch.num_values / (batch.num_values - 1))
-            _move(module.running_mean, batch.mean, factor)
-            _move(module.running_var, unbiased, factor)
+        if module.track_running_stats:
+            _track(module, batch, tracked)
     arguments = (x, module.weight, module.bias, batch, module.eps, group)
     output: Tensor = Normalize.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
 
-def _move(running: Tensor | None, value: Tensor, factor: float) -> None:
-    if running is None:
-        return
-    # In double and rounded once: the same bits on every rank that started with the same.
-    running.copy_(running.double() * (1.0 - factor) + value.double() * factor)
+def _track(module: _BatchNorm, batch: Statistics, tracked: Tensor | None) -> None:
+    """Move the running statistics; those of a batch without values do not count."""
+    factor: float | Tensor | None = module.momentum
+    if factor is None:  # cumulative average
+        factor = 0.0 if tracked is None else 1.0 / tracked.double()
+    unbiased = batch.var * (batch.num_values / _at_least_one(batch.num_values - 1))
+    for running, value in ((module.running_mean, batch.mean), (module.running_var, unbiased)):
+        if running is None:
+            continue
+        # In double and rounded once: the same bits on every rank that started with the same.
+        moved = running.double() * (1.0 - factor) + value.double() * factor
+        if isinstance(batch.num_values, Tensor):
+            running.copy_(torch.where(batch.num_values > 0, moved, running))
+        elif batch.num_values:
+            running.copy_(moved)
 
 
 class Statistics(NamedTuple):
     """Of the global batch, for each channel; the variance is the biased one."""
 
-    num_values: int  # per channel
+    num_values: int | Tensor  # per channel; a tensor on a device, so that the host need not wait
     mean: Tensor
     var: Tensor
 
 
-def global_statistics(x: Tensor, group: Group) -> Statistics:
+def global_statistics(x: Tensor, group: Workers) -> Statistics:
     """Merge the statistics of all ranks; the result has the same bits everywhere. Collective."""
     x = _widened(x)
     channels = x.shape[1]
     counts_here = channels and job.current().contribution.weight
     count = x.numel() // channels if counts_here else 0
-    mine = torch.zeros(1 + 2 * channels, dtype=torch.float64)
+    mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
     if count:
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-        mine[0] = count
+        mean, var = _mean_and_var(x)
+        mine[:1].fill_(count)
         mine[1 : 1 + channels] = mean
         mine[1 + channels :] = var.double() * count
-    gathered = torch.empty(group.size, mine.numel(), dtype=torch.float64)
+    gathered = torch.empty(group.size, mine.numel(), dtype=torch.float64, device=x.device)
     group.all_gather(mine, out=gathered)
     total, mean, var = merge(gathered)
     return Statistics(total, mean.to(x.dtype), var.to(x.dtype))
 
 
-def merge(gathered: Tensor) -> tuple[int, Tensor, Tensor]:
+def _mean_and_var(x: Tensor) -> tuple[Tensor, Tensor]:
+    if is_on_device(x):  # not every device has the operation
+        var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+        return mean, var
+    return torch.batch_norm_update_stats(x, None, None, 0.0)
+
+
+def _at_least_one(count: int | Tensor) -> int | Tensor:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def merge(gathered: Tensor) -> tuple[int | Tensor, Tensor, Tensor]:
     """Return count, mean and biased variance of all values from rows of (count, means..., M2s...).
 
     A row's count may be 0.
     """
     counts, of_channels = gathered[:, :1], gathered[:, 1:]
     means, squares = of_channels.chunk(2, dim=1)
-    total = int(counts.sum())
-    mean = _in_rank_order(counts * means) / max(total, 1)
+    total = counts.sum() if is_on_device(counts) else int(counts.sum())
+    divisor = _at_least_one(total)
+    mean = _in_rank_order(counts * means) / divisor
     squares = squares + counts * (means - mean) ** 2
-    return total, mean, _in_rank_order(squares) / max(total, 1)
+    return total, mean, _in_rank_order(squares) / divisor
 
 
 def _in_rank_order(rows: Tensor) -> Tensor:
@@ -203,7 +227,7 @@ class Normalize(torch.autograd.Function):
         bias: Tensor | None,
         batch: Statistics,
         eps: float,
-        group: Group,
+        group: Workers,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, batch.mean, batch.var)
         ctx.num_values, ctx.eps, ctx.group = batch.num_values, eps, group
@@ -217,7 +241,7 @@ class Normalize(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx = None
         if needs_x:
-            means = _global_sums(sum_dy_z, sum_dy, ctx.group) / max(ctx.num_values, 1)
+            means = _global_sums(sum_dy_z, sum_dy, ctx.group) / _at_least_one(ctx.num_values)
             dx = _input_gradient(dy, x, weight, mean, var, ctx.eps, means)
         dweight = sum_dy_z.to(weight.dtype) if needs_weight else None
         dbias = sum_dy.to(weight.dtype) if needs_bias else None
@@ -251,7 +275,7 @@ def _local_sums(
     return sum_dy_z, sum_dy
 
 
-def _global_sums(sum_dy_z: Tensor, sum_dy: Tensor, group: Group) -> Tensor:
+def _global_sums(sum_dy_z: Tensor, sum_dy: Tensor, group: Workers) -> Tensor:
     """Add up the sums of all ranks by their contributions, in units of this rank's. Collective."""
     contribution = job.current().contribution.weight
     sums = torch.stack([sum_dy_z, sum_dy]).double()

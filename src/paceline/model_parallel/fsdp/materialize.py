@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.comm.devices import CPU
 from paceline.errors import UsageError
 from paceline.model_parallel.sharding.layout import LocalShards
 
@@ -55,12 +56,17 @@ class MetaModel:
 
 
 def materialize(
-    shards: LocalShards, meta_model: MetaModel, seed: int, init: Init | None = None
+    shards: LocalShards,
+    meta_model: MetaModel,
+    seed: int,
+    init: Init | None = None,
+    device: torch.device = CPU,
 ) -> None:
     """Give first values to the local shards, and to the buffers, that are on meta.
 
-    The parameters stay the same objects. `init` is called for each module after its own reset, as
-    by `model.apply(init)`. UsageError names what neither of them gives a value to.
+    They are made on the CPU, with the same random numbers for every device, and then moved to
+    `device`. The parameters stay the same objects. `init` is called for each module after its own
+    reset, as by `model.apply(init)`. UsageError names what neither of them gives a value to.
 
     A model that is built on meta is large, so from here on this process returns the memory of large
     tensors to the system when they are freed.
@@ -82,7 +88,7 @@ def materialize(
                 made_here.reset(name, shape, seed, init)
             made.update(made_here.names)
             for path, value in made_here.values():
-                _give(path, value, shards, meta_model)
+                _give(path, value.detach(), shards, meta_model, device)
     for name, shard in shards.items():
         if shard.tensor.is_meta:
             raise UsageError(
@@ -109,18 +115,24 @@ def _has_meta_buffers(module: nn.Module) -> bool:
     return any(buffer.is_meta for buffer in module.buffers(recurse=False))
 
 
-def _give(path: str, value: torch.Tensor, shards: LocalShards, meta_model: MetaModel) -> None:
+def _give(
+    path: str,
+    value: torch.Tensor,
+    shards: LocalShards,
+    meta_model: MetaModel,
+    device: torch.device,
+) -> None:
     """Write a value to the tensor of that name, if it is on meta."""
     shard = shards.get(path)
     if shard is not None and shard.tensor.is_meta:
-        values = shard.spec.of(value.detach()).clone()
+        values = shard.spec.of(value).clone().to(device)
         real = nn.Parameter(values, requires_grad=shard.tensor.requires_grad)
         swap_tensors(shard.tensor, real)  # .data cannot be set to another device
         return
     module, own = meta_model.modules[path.rpartition(".")[0]], path.rpartition(".")[2]
     buffer = module._buffers.get(own)
     if buffer is not None and buffer.is_meta:
-        module._buffers[own] = value.detach()
+        module._buffers[own] = value.to(device)
 
 
 class _MaterializedModules(TorchDispatchMode):

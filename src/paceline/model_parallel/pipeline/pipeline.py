@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.comm.devices import CPU, is_on_device, random_state_of, set_random_state_of
 from paceline.errors import PeerError, UsageError
 from paceline.model_parallel.pipeline.microbatches import (
     count_microbatches,
@@ -40,6 +41,7 @@ from paceline.model_parallel.pipeline.schedules import (
     stages_of_rank,
 )
 from paceline.model_parallel.pipeline.stage import PipelineStage
+from paceline.model_parallel.pipeline.stage_links import FormLink, StageLinks
 from paceline.model_parallel.pipeline.tied_parameters import TiedParameters
 from paceline.model_parallel.pipeline.transfer import (
     DTYPES,
@@ -61,7 +63,9 @@ class Pipeline:
     `stages` and their `indices` are those that the schedule gives to this rank of the group (the pp
     axis): `stages_of_rank`. All processes construct it together, and make the same calls with the
     same batches. `loss(output, target)` returns the mean over its arguments; without a loss the
-    model's own output is the loss. `shared` names parameters that several stages use.
+    model's own output is the loss. `shared` names parameters that several stages use. `form_link`
+    and `on_device` (the group of the axis there): for a model on a device; `group` is then for what
+    is on the CPU.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Pipeline:
         schedule: str = "1f1b",
         microbatches: int | str = "auto",
         shared: Mapping[str, Sequence[int]] = {},
+        on_device: tuple[DeviceMesh, FormLink] | None = None,
     ) -> None:
         self._group: Any = _group_of(group)
         self._rank, self._num_ranks = self._group.rank(), self._group.size()
@@ -84,9 +89,14 @@ class Pipeline:
         self._stages = {i: PipelineStage(s, i) for i, s in zip(indices, stages, strict=True)}
         self._has_last = self._last in self._stages
         self._unflatten: Callable[[Any], Any] = stages[-1].unflatten  # type: ignore[assignment]
-        self._transport = StageTransport(self._group, self._owners)
+        self._links: StageLinks | None = None
+        if on_device is not None:
+            axis, form = on_device
+            place = (torch.device(axis.device_type), _group_of(axis), self._rank, self._owners)
+            self._links = StageLinks(*place, shared, form)
+        self._transport = StageTransport(self._group, self._owners, self._links)
         modules = dict(zip(indices, stages, strict=True))
-        self._shared = TiedParameters(modules, self._owners, self._group, shared)
+        self._shared = TiedParameters(modules, self._owners, self._group, shared, self._links)
         self.modules = tuple(stages)
         self.prepare: Callable[[tuple[Any, ...]], None] = lambda _: (
             None
@@ -95,8 +105,14 @@ class Pipeline:
         # Processes have the same seed, but stages must not drop the same elements. The generator of
         # the process itself does not change: samplers use it, and must draw the same numbers.
         seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * (indices[0] + 1)) % (1 << 63)
-        # Between calls: what a checkpoint saves and restores.
-        self.random_state = torch.Generator().manual_seed(seed).get_state()
+        # Of the CPU and of the device, by name in checkpoints, which save and restore them.
+        self._generators = {"stage/random": CPU}
+        if self._links is not None:
+            self._generators[f"stage/random/{self._links.device.type}"] = self._links.device
+        self.random_states = {
+            name: torch.Generator(device).manual_seed(seed).get_state()
+            for name, device in self._generators.items()
+        }
 
     def _check(self, stages: Sequence[nn.Module], indices: Sequence[int], num_stages: int) -> None:
         expected = stages_of_rank(self._schedule, self._rank, self._num_ranks)
@@ -210,12 +226,25 @@ class Pipeline:
     # -- between the processes ----------------------------------------------------------------
 
     def _broadcast_loss(self, losses: Sequence[Tensor]) -> Tensor:
+        if self._links is not None:
+            return self._broadcast_loss_on_device(losses, self._links.device)
         sent = torch.zeros(2, dtype=torch.float64)
         if self._has_last:
             sent[0] = sum(one.double() * (1 / len(losses)) for one in losses)
             sent[1] = DTYPES.index(losses[0].dtype)
         self._broadcast(sent)
         return sent[0].to(DTYPES[int(sent[1])])
+
+    def _broadcast_loss_on_device(self, losses: Sequence[Tensor], device: torch.device) -> Tensor:
+        # The dtype is known on the host: to read it from the device would wait for it.
+        dtype, sent = torch.zeros(1, dtype=torch.int64), torch.zeros((), device=device)
+        if self._has_last:
+            dtype[0] = DTYPES.index(losses[0].dtype)
+            sent = sum((one.double() * (1 / len(losses)) for one in losses), sent.double())
+        self._broadcast(dtype)
+        sent = sent.to(DTYPES[int(dtype)])
+        self._broadcast(sent)
+        return sent
 
     def _broadcast_outputs(
         self, made: Sequence[tuple[Tensor, ...]], rows: int, count: int
@@ -231,7 +260,7 @@ class Pipeline:
         if mark == _UNSPLIT:
             return None
         if not self._has_last:
-            outputs = [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
+            outputs = [self._transport.empty(meta) for meta in metas]
         outputs = [output.contiguous() for output in outputs]
         for output in outputs:
             if output.numel():
@@ -239,14 +268,16 @@ class Pipeline:
         return outputs
 
     def _broadcast(self, tensor: Tensor) -> None:
+        group = self._group
+        if self._links is not None and is_on_device(tensor):
+            group = self._links.group
         with self._transport.waiting:
-            dist.broadcast(tensor, group_src=self._owners[self._last], group=self._group)
+            dist.broadcast(tensor, group_src=self._owners[self._last], group=group)
 
     @contextlib.contextmanager
     def _collective_call(self) -> Iterator[None]:
         """Use this process's own random numbers; report an error here to the other processes."""
-        ours = torch.get_rng_state()
-        torch.set_rng_state(self.random_state)
+        ours = self._swap_random_states(self.random_states)
         try:
             yield
         except BaseException as error:
@@ -259,8 +290,14 @@ class Pipeline:
                 )
             raise
         finally:
-            self.random_state = torch.get_rng_state()
-            torch.set_rng_state(ours)
+            self.random_states = self._swap_random_states(ours)
+
+    def _swap_random_states(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Set the states of the generators; return what they were."""
+        before = {name: random_state_of(device) for name, device in self._generators.items()}
+        for name, device in self._generators.items():
+            set_random_state_of(device, states[name])
+        return before
 
 
 def _group_of(given: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 Actions run in the schedule's order. Each waits for its inputs from the neighbouring stage: receives
 start a few actions ahead, so that data moves during other computations. Tensors between two stages
 of the same process stay in it. While a process would wait, it computes gradients of weights that
-were postponed.
+were postponed. On a device the host never waits for tensors, so there the order is the schedule's.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class ScheduleRunner:
         sent = []
         for meta, grad, is_there in zip(metas, grads, there, strict=True):
             if is_there:
-                sent.append(torch.zeros(meta.shape, dtype=meta.dtype) if grad is None else grad)
+                sent.append(self._transport.empty(meta).zero_() if grad is None else grad)
             elif grad is not None:
                 raise UsageError(
                     f"stage {index}: a tensor ({meta}) has a gradient in microbatch {microbatch}"
@@ -220,8 +220,9 @@ class ScheduleRunner:
                 self._arrivals[coming] = self._transport.begin(metas, source, index, microbatch)
         self._awaited.popleft()
         arrival = self._arrivals.pop(action)
-        while self._can_do_weights() and not arrival.is_there():
-            self._do_weights()
+        if self._transport.can_look_ahead():
+            while self._can_do_weights() and not arrival.is_there():
+                self._do_weights()
         with self._transport.waiting:
             return arrival.wait()
 

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.devices import is_on_device
 from paceline.errors import UsageError
+from paceline.model_parallel.pipeline.stage_links import StageLinks
 from paceline.observe.telemetry.trace import Stopwatch
 
 _TAG = 1 << 30  # above those of microbatches
@@ -28,8 +30,10 @@ class TiedParameters:
         stage_ranks: Sequence[int],
         group: Any,
         names: Mapping[str, Sequence[int]],
+        on_device: StageLinks | None = None,
     ) -> None:
         self._group, self._rank = group, int(group.rank())
+        self._links = on_device
         self._copies: list[tuple[int, nn.Parameter, list[int]]] = []
         for number, (name, indices) in enumerate(sorted(names.items())):
             ranks = sorted({stage_ranks[index] for index in indices})
@@ -62,8 +66,7 @@ class TiedParameters:
             arriving = {rank: torch.empty_like(own[-1]) for rank in ranks if rank != self._rank}
             others.append(arriving)
             for rank, room in arriving.items():
-                works.append(self._group.recv([room], rank, _TAG + number))
-                works.append(self._group.send([own[-1]], rank, _TAG + number))
+                works += self._exchange(own[-1], room, rank, number)
         with waiting:
             for work in works:
                 work.wait()
@@ -73,6 +76,14 @@ class TiedParameters:
             total = sum(terms[1:], terms[0])
             param.grad = total if before is None else before.add_(total)  # keeps its memory
         self._before = []
+
+    def _exchange(self, grad: Tensor, room: Tensor, rank: int, number: int) -> list[Any]:
+        if is_on_device(grad):
+            assert self._links is not None, "gradients are on a device only if the model is"
+            to, back = self._links.of_tied(self._rank, rank), self._links.of_tied(rank, self._rank)
+            return [to.send(grad), back.receive(room)]
+        tag = _TAG + number
+        return [self._group.recv([room], rank, tag), self._group.send([grad], rank, tag)]
 
 
 def _find(stage: nn.Module, name: str) -> nn.Parameter:

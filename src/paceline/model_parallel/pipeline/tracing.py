@@ -28,6 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from paceline.comm.devices import CPU
 from paceline.errors import UsageError
 from paceline.model_parallel.dry_run import dry_run
 from paceline.model_parallel.pipeline.graph import ForwardPass, LayerGraph, Shape
@@ -35,21 +36,23 @@ from paceline.model_parallel.pipeline.recorder import ForwardRecorder, recording
 from paceline.model_parallel.pipeline.trace_errors import CannotRecord
 
 
-def trace(model: nn.Module, example: tuple[Any, ...]) -> LayerGraph:
+def trace(model: nn.Module, example: tuple[Any, ...], device: torch.device = CPU) -> LayerGraph:
     """Record the model's forward pass for inputs of the example's shapes.
 
-    The model is not changed. Raises UsageError if the code of the model itself depends on the
-    values of tensors.
+    `device`: where tensors on the meta device are going to be. The model is not changed. Raises
+    UsageError if the code of the model itself depends on the values of tensors.
     """
     _check_inputs(model, example)
-    return _trace(model, tuple(example), ())
+    return _trace(model, tuple(example), (), device)
 
 
-def _trace(model: nn.Module, example: tuple[Any, ...], inside: Sequence[str]) -> LayerGraph:
+def _trace(
+    model: nn.Module, example: tuple[Any, ...], inside: Sequence[str], device: torch.device
+) -> LayerGraph:
     closed: dict[str, str] = {}
-    passes = _record_both(model, example, inside, closed)
+    passes = _record_both(model, example, inside, closed, device)
     while passes is None:
-        passes = _record_both(model, example, inside, closed)
+        passes = _record_both(model, example, inside, closed, device)
     training, evaluation = passes
     flat, spec = pytree.tree_flatten(example)
     shapes = [
@@ -60,7 +63,7 @@ def _trace(model: nn.Module, example: tuple[Any, ...], inside: Sequence[str]) ->
     ]
 
     def retrace(names: Sequence[str]) -> LayerGraph:
-        return _trace(model, example, names)
+        return _trace(model, example, names, device)
 
     return LayerGraph(model, training, evaluation, (shapes, spec), closed, retrace)
 
@@ -70,13 +73,14 @@ def _record_both(
     example: tuple[Any, ...],
     inside: Sequence[str],
     closed: dict[str, str],
+    device: torch.device,
 ) -> tuple[ForwardPass, ForwardPass | UsageError] | None:
     """Record the pass in both modes; None: another module was closed, so start again."""
     opened = opened_modules(model, closed, inside)
     training: ForwardPass | None = None
     try:
-        training = _run(model, example, opened, training=True)
-        return training, _run(model, example, opened, training=False)
+        training = _run(model, example, opened, device, training=True)
+        return training, _run(model, example, opened, device, training=False)
     except CannotRecord as error:
         if error.module:
             closed[error.module] = error.why
@@ -88,12 +92,17 @@ def _record_both(
 
 
 def _run(
-    model: nn.Module, example: tuple[Any, ...], opened: set[str], *, training: bool
+    model: nn.Module,
+    example: tuple[Any, ...],
+    opened: set[str],
+    device: torch.device,
+    *,
+    training: bool,
 ) -> ForwardPass:
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     state = [*model.parameters(), *model.buffers()]
-    device = next((one.device for one in [*tensors, *state] if one.device.type != "meta"), None)
-    device = device or torch.device("cpu")
+    found = (one.device for one in [*tensors, *state] if one.device.type != "meta")
+    device = next(found, device)
     is_meta = any(one.device.type == "meta" for one in [*tensors, *state])
     mode = FakeTensorMode(allow_non_fake_inputs=True) if is_meta else None
     with dry_run(model), torch.enable_grad():

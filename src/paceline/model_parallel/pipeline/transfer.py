@@ -7,6 +7,10 @@ microbatches of the sender's batch, so that stages with different batches notice
 
 In backward the header lists which gradients exist: a tensor on which nothing depends has none, as
 in one process.
+
+Headers and tensors on the CPU are sent by the engine, with tags. A tensor on a device is sent by
+the device's own backend, which has no tags: each direction between two stages has a link of its
+own (stage_links.py), on which microbatches are sent and received in the same order.
 """
 
 from __future__ import annotations
@@ -19,8 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.device_group import DeviceGroup
+from paceline.comm.devices import CPU, is_on_device
 from paceline.errors import InconsistentRanks, UsageError
 from paceline.model_parallel.pipeline.stage import StageTensor
+from paceline.model_parallel.pipeline.stage_links import StageLinks
 from paceline.observe.telemetry.trace import Stopwatch
 
 _HEADER = 1024  # integers: enough for a hundred tensors or more
@@ -40,10 +47,12 @@ class TensorMeta:
     dtype: torch.dtype
     shape: tuple[int, ...]
     needs_grad: bool
+    is_on_device: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+        is_there = is_on_device(tensor)
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad, is_there)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -61,7 +70,8 @@ def encode(metas: Sequence[TensorMeta], *numbers: int) -> Tensor:
     """Return numbers and the metadata of tensors as a header of integers."""
     header_values = [*numbers, len(metas)]
     for meta in metas:
-        header_values += (_CODES[meta.dtype], int(meta.needs_grad), len(meta.shape), *meta.shape)
+        flags = meta.needs_grad + 2 * meta.is_on_device
+        header_values += (_CODES[meta.dtype], flags, len(meta.shape), *meta.shape)
     if len(header_values) > _HEADER or len(metas) > _MOST_TENSORS:
         raise UsageError(
             f"{len(metas)} tensors cross from one stage to the next, too many for one header of"
@@ -80,23 +90,26 @@ def decode(header: Tensor, count: int) -> tuple[list[int], list[TensorMeta]]:
     header_values = header.tolist()
     numbers, position, metas = header_values[:count], count + 1, []
     for _ in range(header_values[count]):
-        code, needs_grad, num_dims = header_values[position : position + 3]
+        code, flags, num_dims = header_values[position : position + 3]
         position += 3
         shape = tuple(header_values[position : position + num_dims])
         position += num_dims
-        metas.append(TensorMeta(DTYPES[code], shape, bool(needs_grad)))
+        metas.append(TensorMeta(DTYPES[code], shape, bool(flags & 1), bool(flags & 2)))
     return numbers, metas
 
 
 class StageTransport:
     """Sends and receives for one process; asynchronous, in any order of the microbatches."""
 
-    def __init__(self, group: Any, stage_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, group: Any, stage_ranks: Sequence[int], on_device: StageLinks | None = None
+    ) -> None:
         self.waiting = Stopwatch()  # for neighbouring stages, while idle
-        self._group = group
+        self._group, self._links = group, on_device
+        self.device = CPU if on_device is None else on_device.device  # of the model
         self._owners = stage_ranks
         self._rank: int = group.rank()
-        self._sent: deque[Any] = deque()  # keeps the tensors alive
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # with the tensors, to keep them alive
 
     def is_local(self, stage: int) -> bool:
         """Return whether this process holds a stage."""
@@ -105,17 +118,27 @@ class StageTransport:
     def send(self, tensors: Sequence[Tensor], source: int, target: int, microbatch: int) -> None:
         """Send tensors from a stage to a neighbour; they must not change before `flush`."""
         rank = self._owners[target]
-        while self._sent and self._sent[0].is_completed():
-            self._sent.popleft().wait()  # raises its error, if it has one
-        for number, tensor in enumerate(tensors):
-            if tensor.numel():
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()[0].wait()  # raises its error, if it has one
+        for number, tensor in enumerate(map(Tensor.contiguous, tensors)):
+            if tensor.numel() and is_on_device(tensor):
+                self._sent.append((self._link(source, target).send(tensor), tensor))
+            elif tensor.numel():
                 tag = _tag(source, target, microbatch, number)
-                self._sent.append(self._group.send([tensor.contiguous()], rank, tag))
+                self._sent.append((self._group.send([tensor], rank, tag), tensor))
+
+    def _link(self, source: int, target: int) -> DeviceGroup:
+        assert self._links is not None, "tensors are on a device only if the model is"
+        return self._links.between(source, target)
+
+    def can_look_ahead(self) -> bool:
+        """Return whether to wait for a tensor is to be idle: on a device the host is ahead."""
+        return self._links is None
 
     def send_header(self, header: Tensor, source: int, target: int, microbatch: int) -> None:
         """Send a header."""
         tag = _tag(source, target, microbatch, _MOST_TENSORS)
-        self._sent.append(self._group.send([header], self._owners[target], tag))
+        self._sent.append((self._group.send([header], self._owners[target], tag), header))
 
     def receive_header(self, header: Tensor, source: int, target: int, microbatch: int) -> Tensor:
         """Wait for a header."""
@@ -130,18 +153,25 @@ class StageTransport:
         """Start to receive tensors from a neighbouring stage."""
         tensors, works = [], []
         for number, meta in enumerate(metas):
-            tensor = torch.empty(meta.shape, dtype=meta.dtype)
+            tensor = self.empty(meta)
             tensors.append(tensor)
-            if tensor.numel():
+            if tensor.numel() and meta.is_on_device:
+                works.append(self._link(source, target).receive(tensor))
+            elif tensor.numel():
                 tag = _tag(source, target, microbatch, number)
                 works.append(self._group.recv([tensor], self._owners[source], tag))
         return PendingReceive(tensors, works)
 
+    def empty(self, meta: TensorMeta) -> Tensor:
+        """Return a new tensor of this kind."""
+        device = self.device if meta.is_on_device else CPU
+        return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+
     def flush(self) -> None:
-        """Wait until all sends are complete."""
+        """Wait until all sends are complete; on a device, the current stream does."""
         with self.waiting:
             while self._sent:
-                self._sent.popleft().wait()
+                self._sent.popleft()[0].wait()
 
 
 @dataclass

@@ -39,7 +39,7 @@ def full_state(mesh_model: MeshModel) -> ModelSnapshot:
     local = mesh_model.switcher.take_snapshot()
     shard = mesh_model.shard
     if shard.pipeline is not None:
-        local.own["stage/random"] = shard.pipeline.random_state
+        local.own.update(shard.pipeline.random_states)
     if not mesh_model.switcher.training.is_first:
         return ModelSnapshot(own=local.own, plain=local.plain, own_plain=local.own_plain)
     index, group = mesh_model.unit.rank, mesh_model.unit.group

@@ -92,7 +92,8 @@ def shard_model(model: nn.Module, unit: MeshUnit, options: ModelParallelOptions)
     if unit.mesh.tp > 1:
         from paceline.model_parallel.tensor.parallelize import parallelize
 
-        result.plan = parallelize(model, unit.axis("tp"), options.plan, options.example)
+        axes = unit.axis("tp"), unit.host_axis("tp")
+        result.plan = parallelize(model, axes[0], options.plan, options.example, axes[1])
         specs.update(result.plan.parts)
     buffers: set[str] | None = None
     if stages is not None:
@@ -112,6 +113,6 @@ def shard_model(model: nn.Module, unit: MeshUnit, options: ModelParallelOptions)
         if unit.index("tp") > 0 and (result.plan is None or name not in result.plan.parts):
             shard.is_counted = False
     if meta_model is not None:
-        materialize(result.shards, meta_model, options.seed, options.init)
+        materialize(result.shards, meta_model, options.seed, options.init, unit.device)
     result.skeleton = make_skeleton(model, result.shards, aliases, buffers)
     return result

@@ -4,7 +4,7 @@ What tp leaves unsharded, and parameters that are tied across stages, are in sev
 groups. In exact lockstep all groups apply the same updates to them. Otherwise (servers that are
 asked at different moments, codecs whose scales depend on the rest of a bucket) the replicas would
 slowly diverge, and with them the shards of one model. Then the first holder sends its values to the
-other holders after each step.
+other holders after each step, through host memory: on a device that waits for it.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Replicas:
         flat = torch.zeros(sum(size for _, size in names), dtype=torch.float64)
         if self._group.rank == first:
             own = [self._shards[name].tensor.reshape(-1).double() for name, _ in names]
-            torch.cat(own, out=flat)
+            flat.copy_(torch.cat(own))
         self._group.broadcast(flat, first)
         if self._group.rank == first:
             return
         for (name, _), values in zip(names, flat.split([n for _, n in names]), strict=True):
             shard = self._shards.get(name)
             if shard is not None and not shard.is_counted:
-                theirs = values.view(shard.tensor.shape).to(shard.tensor.dtype)
+                theirs = values.view(shard.tensor.shape).to(shard.tensor)
                 if not torch.equal(shard.tensor, theirs):
                     shard.tensor.copy_(theirs)
 

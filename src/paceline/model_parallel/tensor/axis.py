@@ -22,14 +22,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.devices import is_on_device
 from paceline.model_parallel.sharding.layout import Slice
 
 
 class Axis:
-    """This process's index on the tp axis, and the process group of the axis."""
+    """This process's index on the tp axis, and the process groups of the axis.
 
-    def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
-        self.group, self.index, self.count = group, index, count
+    `group` exchanges tensors of the model, `host_group` those on the CPU.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        index: int,
+        count: int,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.index, self.count = index, count
+        self._group, self._host_group = group, host_group or group
         self.num_forward: Counter[str] = Counter()  # collectives, by module
         self.num_backward: Counter[str] = Counter()
 
@@ -63,9 +74,13 @@ class Axis:
         )
         return full
 
+    def group_of(self, tensor: Tensor) -> dist.ProcessGroup:
+        """Return the group that exchanges this tensor."""
+        return self._group if is_on_device(tensor) else self._host_group
+
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place; without autograd."""
-        dist.all_reduce(tensor, op, group=self.group)
+        dist.all_reduce(tensor, op, group=self.group_of(tensor))
         return tensor
 
     def on_gather(self, origins: frozenset[str], why: str) -> None:
@@ -82,7 +97,7 @@ class Axis:
     def all_gather(self, local: Tensor) -> list[Tensor]:
         """Return the shards of all processes; without autograd."""
         locals_ = [torch.empty_like(local) for _ in range(self.count)]
-        dist.all_gather(locals_, local, group=self.group)
+        dist.all_gather(locals_, local, group=self.group_of(local))
         return locals_
 
 

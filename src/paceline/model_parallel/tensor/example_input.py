@@ -57,6 +57,7 @@ def _guesses(module: nn.Module) -> Iterator[tuple[Tensor, ...]]:
         torch.manual_seed(0)
         for first in itertools.islice(layers, NUM_LAYERS):
             for one in _tensors(module, first, floating):
+                one = one.to(param.device)
                 yield tuple(one if k == 0 else one.clone() for k in range(num))
 
 

@@ -237,7 +237,7 @@ class ShardedAttention(ShardedModule, nn.MultiheadAttention):
         mask = None if causal else self._mask(q.dtype, key_padding_mask, attn_mask)
         dropout = self.dropout if self.training else 0.0
         weights = None
-        with per_process_rng(axis.index) if dropout else contextlib.nullcontext():
+        with per_process_rng(axis.index, q.device) if dropout else contextlib.nullcontext():
             if need_weights:
                 mixed, weights = _explicit(q, k, v, mask, dropout)
             else:

@@ -79,7 +79,7 @@ def _attention(_func: Func, args: Args, kwargs: Kwargs) -> Any:
         named["attn_mask"] = localize(mask, first, c)
     named |= {n: named[n].local for n in ("query", "key", "value")}
     if named.get("dropout_p"):
-        with per_process_rng(first.axis.index):
+        with per_process_rng(first.axis.index, query.device):
             local = F.scaled_dot_product_attention(**named)
     else:
         local = F.scaled_dot_product_attention(**named)

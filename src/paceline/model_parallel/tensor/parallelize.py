@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from paceline.comm.devices import CPU, devices_of, random_state_of, set_random_state_of
 from paceline.errors import InconsistentRanks, UsageError
 from paceline.model_parallel.dry_run import unfuse
 from paceline.model_parallel.tensor import cross_entropy, rules
@@ -53,14 +54,17 @@ def parallelize(
     device_mesh: DeviceMesh,
     plan: Mapping[str, Any] | None = None,
     example: tuple[Any, ...] | None = None,
+    host_mesh: DeviceMesh | None = None,
 ) -> TensorPlan:
     """Shard the model in place over the mesh's one axis. Collective.
+
+    `host_mesh`: the same axis for tensors on the CPU, if the model is on a device.
 
     Without a plan, what can be sharded is found by running the model on the example, or on a
     guessed input. Parameters keep their objects and names, and hold the local shards. All processes
     start with the values, and the random state, of the first process of the axis.
     """
-    axis = _axis_of(device_mesh)
+    axis = _axis_of(device_mesh, host_mesh)
     forced = None if plan is None else resolve(model, plan, axis.count)
     if axis.count == 1:
         return TensorPlan(1)
@@ -99,14 +103,15 @@ def tensor_plan(model: nn.Module, tp: int, example: tuple[Any, ...] | None = Non
     return made
 
 
-def _axis_of(device_mesh: DeviceMesh) -> Axis:
+def _axis_of(device_mesh: DeviceMesh, host_mesh: DeviceMesh | None) -> Axis:
     if device_mesh.ndim != 1:
         raise UsageError(
             f"tensor parallel: the device mesh has {device_mesh.ndim} dimensions"
             f" {device_mesh.mesh_dim_names}; pass the one of tp, as in device_mesh['tp']"
         )
     group = device_mesh.get_group()
-    return Axis(group, device_mesh.get_local_rank(), device_mesh.size())
+    on_host = None if host_mesh is None else host_mesh.get_group()
+    return Axis(group, device_mesh.get_local_rank(), device_mesh.size(), on_host)
 
 
 def _parallelize_by_hand(
@@ -237,12 +242,14 @@ def _expected(found: TraceResult) -> dict[str, tuple[int, int]]:
 
 
 def broadcast_model(model: nn.Module, axis: Axis) -> None:
-    """Broadcast the first process's parameters, buffers and random state."""
-    state = torch.get_rng_state()
+    """Broadcast the first process's parameters, buffers and random states."""
+    tensors = [*model.parameters(), *model.buffers()]
+    states = {device: random_state_of(device) for device in [CPU, *devices_of(tensors)]}
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers(), state]:
+        for tensor in [*tensors, *states.values()]:
             tensor.copy_(_broadcast_from_first(tensor, axis))
-    torch.set_rng_state(state)
+    for device, state in states.items():
+        set_random_state_of(device, state)
 
 
 def broadcast_example(example: tuple[Any, ...] | None, axis: Axis) -> tuple[Any, ...] | None:
@@ -265,7 +272,7 @@ def require_same_plan(styles: Mapping[str, Any], axis: Axis) -> None:
 
 def _broadcast_from_first(tensor: Tensor, axis: Axis) -> Tensor:
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(copy, dist.get_global_rank(axis.group, 0), group=axis.group)
+    dist.broadcast(copy, group_src=0, group=axis.group_of(copy))
     return copy
 
 

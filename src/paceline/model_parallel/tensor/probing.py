@@ -163,5 +163,5 @@ def count_collectives(runs: list[Run]) -> None:
 
 def _loss(sharded: Any) -> Tensor:
     flat = sharded.reshape(-1, sharded.shape[-1])
-    target = torch.zeros(len(flat), dtype=torch.int64)
+    target = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
     return nn.functional.cross_entropy(flat, target).double()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.devices import CPU, random_state_of, set_random_state_of
 from paceline.model_parallel.tensor.sharded_tensor import (
     RULES,
     NoRule,
@@ -144,19 +145,18 @@ def _elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
 )
 def _random(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x: ShardedTensor = args[0]
-    with per_process_rng(x.axis.index):
+    with per_process_rng(x.axis.index, x.device):
         local = func(x.local, *args[1:], **kwargs)
     return x.like(local, x.shard_dim)
 
 
 @contextlib.contextmanager
-def per_process_rng(index: int) -> Iterator[None]:
+def per_process_rng(index: int, device: torch.device = CPU) -> Iterator[None]:
     """Let random numbers differ between the processes of the axis within the block."""
-    generator = torch.default_generator
     number = int(torch.randint(2**62, ()))
-    state = generator.get_state()
-    generator.manual_seed(number + index)
+    state = random_state_of(device)
+    set_random_state_of(device, torch.Generator(device).manual_seed(number + index).get_state())
     try:
         yield
     finally:
-        generator.set_state(state)
+        set_random_state_of(device, state)

@@ -3,12 +3,15 @@
     fetch    the device encodes (compress/on_device.py); payload and small tensors go to the host
     send     payloads of the mean go to the device, which decodes them
 
-The exchange between the workers is that of the CPU, with the same payloads. Error feedback of topk
-is kept on the device. Which codecs run there:
+The exchange between the workers is that of the CPU, with the same payloads. Error feedback is kept
+on the device. Which codecs run there:
 
-    fp16, bf16, int8   without error feedback: the error of the second rounding is known to the
-                       host alone, and would have to follow in full precision
-    topk               if no other codec encodes its values; the host packs and reads the indices
+    fp16, bf16, int8, onebit   with error feedback, the error of the second rounding, which is known
+                               to the host, follows in full precision: of this worker's slice
+    topk                       if no other codec encodes its values; the host packs and reads the
+                               indices
+    powersgd                   if the device has collectives: nothing goes through the host
+                               (compress/powersgd_on_device.py)
 
 All others, and averages that hosts make first (pace/hierarchical.py), are encoded on the host.
 """
@@ -19,15 +22,20 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.comm.device_group import DeviceGroup
 from paceline.comm.device_route import Errand
+from paceline.comm.devices import is_on_device
 from paceline.compress import on_device
 from paceline.compress.kernels import Draw
+from paceline.compress.powersgd import PowerSGDReduction
+from paceline.compress.powersgd_on_device import PowerSGDOnDevice
 from paceline.compress.quantizers import SlicedReduction
 from paceline.compress.reduction import AllGatherReduction, CompressedReduction
 from paceline.compress.sparsifiers import TopK
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.through_host.exchange import HostBuckets, ThroughHost
 from paceline.pace.through_host.host_bucket import HostBucket
+from paceline.runtime.work import Handle
 
 
 class EncodedBucket(HostBucket):
@@ -82,7 +90,7 @@ class EncodedBucket(HostBucket):
 
 
 class EncodedBlocks(EncodedBucket):
-    """fp16, bf16 and int8: payloads that can be cut and averaged on the host."""
+    """fp16, bf16, int8 and onebit: payloads that can be cut and averaged on the host."""
 
     _reduction: SlicedReduction
 
@@ -90,9 +98,17 @@ class EncodedBlocks(EncodedBucket):
         super().__init__(bucket, hosts, reduction)
         self._form = reduction.codec.format
         self._memory["result"] = reduction.result
+        reduction.move_residual(self._device)
 
     def _encode(self, values: torch.Tensor, step: int) -> Errand[None]:  # noqa: ARG002
-        parts = [on_device.encode_blocks(self._form, s.of(values)) for s in self._layout.large]
+        error, left = self._reduction.take_row_error(), self._reduction.residual
+        if error is not None and error.numel():
+            self._memory["row error"] = error
+            self._reduction.add_row_error(self._on_device("row error"))
+        parts = []
+        for span in self._layout.large:
+            residual = None if left is None else span.of(left)
+            parts.append(on_device.encode_blocks(self._form, span.of(values), residual))
         self._fetch_small(values)
         return self._route.send(torch.cat(parts), self._reduction.payload, _nothing)
 
@@ -167,17 +183,32 @@ class EncodedTopK(EncodedBucket):
 class EncodedThroughHost(ThroughHost):
     """Runs a compressed average; buckets whose codec can do it are encoded on the device."""
 
-    def __init__(self, inner: Exchange, hosts: HostBuckets) -> None:
+    def __init__(
+        self, inner: Exchange, hosts: HostBuckets, collectives: DeviceGroup | None = None
+    ) -> None:
+        """`collectives`: of the device, for codecs that run there alone."""
         super().__init__(inner, hosts)
+        self._collectives = collectives
         self._encoded: dict[int, EncodedBucket] = {}  # by bucket index
+        self._direct: dict[int, PowerSGDOnDevice] = {}
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         super().take(buckets)
         for bucket in buckets:
             reduction = self._inner.reduction_of(bucket)
+            collectives = self._collectives if is_on_device(bucket.grads) else None
+            if collectives is not None and isinstance(reduction, PowerSGDReduction):
+                self._direct[bucket.index] = PowerSGDOnDevice(reduction, collectives)
+                continue
             made = None if reduction is None else _encode_there(bucket, self._hosts, reduction)
             if made is not None:
                 self._encoded[bucket.index] = made
+
+    def submit(self, bucket: Bucket, step: int) -> Handle:
+        direct = self._direct.get(bucket.index)
+        if direct is None:
+            return super().submit(bucket, step)
+        return direct.submit(bucket.grads, bucket.averaged, step)
 
     def _host_of(self, bucket: Bucket) -> HostBucket:
         return self._encoded.get(bucket.index) or super()._host_of(bucket)
@@ -190,7 +221,7 @@ def _encode_there(
     codec = reduction.codec
     if bucket.grads.device.type == "cpu":
         return None
-    if type(reduction) is SlicedReduction and not codec.has_feedback:
+    if type(reduction) is SlicedReduction:
         known = reduction.codec.format.name in on_device.FORMATS
         return EncodedBlocks(bucket, hosts, reduction) if known else None
     if type(reduction) is AllGatherReduction and type(codec) is TopK and codec.has_plain_values:

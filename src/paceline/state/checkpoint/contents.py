@@ -247,9 +247,10 @@ def _set_stage_state(
     """Restore the random state of pipeline stages."""
     for number, switcher in enumerate(models):
         made = find_mesh_model(switcher)
-        found = _unprefixed(_of_rank(tensors, rank), number).get("stage/random")
-        if is_same and found is not None and made is not None and made.shard.pipeline is not None:
-            made.shard.pipeline.random_state = found.clone()
+        found = _unprefixed(_of_rank(tensors, rank), number)
+        if is_same and made is not None and made.shard.pipeline is not None:
+            states = made.shard.pipeline.random_states
+            states.update({name: found[name].clone() for name in states if name in found})
 
 
 def restore_weights(loaded: LoadedCheckpoint, models: Sequence[PaceSwitcher]) -> None:
