@@ -16,10 +16,11 @@ from typing import Any
 
 import keras
 import numpy as np
-from framework_runs.turns import rank_and_world
 from harness.barrier import SpinBarrier
 from harness.controller import take_turns
 from harness.training_kinds import keep_freed_memory
+
+from framework_runs.turns import rank_and_world
 
 _WIDTHS = (1024, 3072, 3072, 3072, 1024)  # models.mlp
 _BATCH = 64

@@ -21,6 +21,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from harness.contenders import in_private_network  # noqa: E402
+from harness.ranks import Process, RankSet  # noqa: E402
+from harness.report import machine, write_json  # noqa: E402
+
 from framework_runs.turns import (  # noqa: E402
     compare,
     describe,
@@ -30,9 +34,6 @@ from framework_runs.turns import (  # noqa: E402
     paceline_run,
     ratio,
 )
-from harness.contenders import in_private_network  # noqa: E402
-from harness.ranks import Process, RankSet  # noqa: E402
-from harness.report import machine, write_json  # noqa: E402
 
 PYTHON = HERE.parents[1] / ".venv-frameworks" / "bin" / "python"
 _RANK = "framework_runs.keras_rank"
