@@ -1,7 +1,10 @@
-"""Other interfaces on Paceline's engine: Horovod's for torch, beside `pl.distribute`.
+"""Other interfaces and other frameworks on Paceline's engine.
 
-    python bench/frameworks.py              about a minute
+    python bench/frameworks.py              about 6 minutes
     python bench/frameworks.py --quick      a smoke test
+
+Horovod's interface for torch beside `pl.distribute`; then, if their environments are there, Horovod
+itself (framework_runs/horovod_steps.py) and Keras (framework_runs/keras_steps.py).
 
 Two workers, one thread each. Both trainings are in the same processes and take turns, so that both
 see the same machine. Operations of 1 KB: in order (one name, blocking), and out of order (two names
@@ -13,9 +16,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from framework_runs import horovod_steps, keras_steps
 from harness.report import machine, write_json
 from models import TASKS
 
@@ -97,7 +102,10 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    peers = horovod_steps.PEERS / "horovod" / "bin" / "python"
+    parser.add_argument("--horovod", type=Path, default=peers, help="an interpreter that has it")
+    options = parser.parse_args()
+    quick = options.quick
     rounds, steps, calls = (2, 1, 50) if quick else (9, 4, 1000)
     found: Any = pl.launch(worker, rounds, steps, calls, workers=2)[0]
     medians = {name: statistics.median(times) for name, times in found.items()}
@@ -112,6 +120,11 @@ def main() -> None:
     ]
     for name, figure, wanted in rows:
         print(f"{name:36} {figure:>12}   {wanted}")
+    found["horovod"] = horovod_steps.run(options.horovod, quick=quick)
+    if keras_steps.PYTHON.exists():
+        found["keras"] = keras_steps.run(None, quick=quick)
+    else:
+        print(f"Keras: skipped, no interpreter at {keras_steps.PYTHON}")
     write_json("frameworks", {"machine": machine(), "times": found, "medians": medians})
 
 

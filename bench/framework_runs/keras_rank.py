@@ -1,23 +1,26 @@
-"""One worker of keras_steps.py: the 25 M MLP in Keras, with and without communication, in turns.
+"""One worker of keras_steps.py: the 25 M MLP in Keras; a turn is one `fit` of some steps.
 
-    KERAS_BACKEND=jax paceline run -n 2 keras_rank.py PACE ROUNDS STEPS
+python -m framework_runs.keras_rank KIND SOCKET BARRIER       (started by keras_steps.py)
 
-Both models are in the same processes, so that both see the same machine. A turn is one `fit` of
-some steps; the first of each model compiles it and does not count. Rank 0 prints one line of JSON.
+plain     Keras alone, in a process without Paceline
+kept      the same, and malloc keeps freed memory, as it does in Paceline's workers
+others    a pace of Paceline
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+from harness.barrier import SpinBarrier
+from harness.controller import take_turns
+from harness.training_kinds import keep_freed_memory
 
-import paceline as pl
-import paceline.keras as pk
+from framework_runs.turns import rank_and_world
 
 _WIDTHS = (1024, 3072, 3072, 3072, 1024)  # models.mlp
 _BATCH = 64
@@ -44,27 +47,47 @@ def use_one_thread() -> None:
         tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
-def main() -> None:
-    pace, rounds, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    use_one_thread()
+def prepare(kind: str) -> Any:
+    """Return the model of this contender."""
+    if kind == "plain":
+        return make_model()
+    if kind == "kept":
+        from paceline.runtime.heap import keep_memory_of_xla
+
+        keep_freed_memory()
+        keep_memory_of_xla()
+        return make_model()
+    import paceline as pl
+    import paceline.keras as pk
+
     pl.init()
-    rng = np.random.default_rng(pl.rank())
-    x = rng.standard_normal((steps * _BATCH, _WIDTHS[0])).astype("float32")
-    y = rng.integers(0, _WIDTHS[-1], steps * _BATCH)
-    models = {"alone": make_model(), "together": make_model()}
-    pk.distribute(models["together"], pace=pace)
-    found: dict[str, list[float]] = {name: [] for name in models}
-    for round_ in range(rounds + 1):
-        for name, model in models.items():
-            pl.world().barrier()
+    return pk.distribute(make_model(), pace=kind)
+
+
+def main() -> None:
+    kind, socket_path, barrier_path = sys.argv[1:]
+    use_one_thread()
+    model = prepare(kind)
+    rank, world = rank_and_world()
+    barrier = SpinBarrier(Path(barrier_path), rank, world)
+    rng = np.random.default_rng(rank)
+
+    def fit(steps: int) -> None:
+        x = rng.standard_normal((steps * _BATCH, _WIDTHS[0])).astype("float32")
+        y = rng.integers(0, _WIDTHS[-1], steps * _BATCH)
+        model.fit(x, y, batch_size=_BATCH, shuffle=False, verbose=0)
+
+    def turn(request: dict[str, Any]) -> dict[str, Any]:
+        fit(request["warmup"])
+        spans = []
+        if request["steps"]:
+            barrier.wait()
             start_s = time.perf_counter()
-            model.fit(x, y, batch_size=_BATCH, shuffle=False, verbose=0)
-            if round_:
-                found[name].append((time.perf_counter() - start_s) / steps)
-    everyone = pl.world().all_gather(np.array([found["alone"], found["together"]]))
-    if pl.rank() == 0:
-        slow = np.maximum.reduce(everyone)
-        print(json.dumps({"alone": slow[0].tolist(), "together": slow[1].tolist()}), flush=True)
+            fit(request["steps"])
+            spans = [(start_s, time.perf_counter())]
+        return {"spans": spans}
+
+    take_turns(socket_path, {"version": f"keras {keras.__version__}"}, turn)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import equinox
 import jax
 import jax.numpy as jnp
@@ -113,6 +115,23 @@ def kinds_of_arrays() -> None:
         assert host_call._target() == "paceline_host_call"
 
 
+def memory_is_kept() -> None:
+    """A step whose temporary memory is larger than a thread's heap maps no new pages."""
+    rows = jnp.ones((3000, 3000)) * pl.rank()
+
+    @jax.jit
+    def step(rows):
+        means = pj.mean([rows * number for number in range(1, 4)])  # 108 MB
+        return sum(mean.sum() for mean in means)
+
+    faults = []
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        float(step(rows))
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert min(faults) < 4000, faults  # 26,000 pages if the memory was returned
+
+
 def without_a_compiler() -> None:
     """The same through JAX's callback."""
     host_call._target.cache_clear()
@@ -126,7 +145,13 @@ def without_a_compiler() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (flax_and_optax, equinox_loop, kinds_of_arrays, without_a_compiler)
+    for check in (
+        flax_and_optax,
+        equinox_loop,
+        kinds_of_arrays,
+        memory_is_kept,
+        without_a_compiler,
+    )
 }
 
 if __name__ == "__main__":

@@ -52,6 +52,42 @@ def equals_one_process() -> None:
         assert history.history["loss"][1] < history.history["loss"][0]
 
 
+def large_layers() -> None:
+    """Layers so large that torch computes their gradients in engine memory; one is used twice."""
+
+    def wide() -> keras.Model:
+        shared, inputs = keras.layers.Dense(256, "relu", name="shared"), keras.Input((12,))
+        hidden = shared(shared(keras.layers.Dense(256, "relu")(inputs)))
+        linear = keras.layers.Dense(300, use_bias=False, name="linear")(hidden)
+        model = same_start(keras.Model(inputs, keras.layers.Dense(1, name="last")(linear)))
+        model.compile(keras.optimizers.SGD(1e-5), "mse")
+        return model
+
+    alone, model = wide(), wide()
+    fit_alone(alone, epochs=1)
+    pk.distribute(model)
+    before = model.predict(data()[0], verbose=0)
+    fit_mine(model, epochs=1)
+    assert_close(model, alone, 1e-4)
+    assert_same_everywhere(model)
+    assert np.abs(model.predict(data()[0], verbose=0) - before).max() > 0
+    copy = keras.models.clone_model(model)
+    copy.compile("sgd", "mse")
+    copy.fit(*data(), verbose=0)  # of this worker alone
+    is_torch = keras.config.backend() == "torch"
+    for name, is_large in (("shared", True), ("linear", True), ("last", False)):
+        assert ("call" in vars(model.get_layer(name))) == (is_large and is_torch), name
+        assert "call" not in vars(copy.get_layer(name))
+    if is_torch:  # the one that is used once: nothing was copied to its bucket
+        kernel = model.get_layer("linear").kernel.value
+        reducer = model.optimizer.paceline_exchange.switcher.training.reducer
+        [slot] = [s for bucket in reducer.buckets for s in bucket.slots if s.param is kernel]
+        seen: list[int] = []
+        kernel.register_post_accumulate_grad_hook(lambda _: seen.append(slot.claimed))
+        fit_mine(model, epochs=1)
+        assert seen and all(seen)
+
+
 def bad_calls() -> None:
     model = make()
     refused(lambda: pk.distribute(model), "compile")
@@ -251,6 +287,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         equals_one_process,
+        large_layers,
         bad_calls,
         uneven_data,
         accumulation,

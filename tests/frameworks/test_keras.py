@@ -7,6 +7,7 @@ from environment import assert_passed, require, run_script
 
 CHECKS = (
     "equals_one_process",
+    "large_layers",
     "bad_calls",
     "uneven_data",
     "accumulation",

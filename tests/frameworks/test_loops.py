@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from environment import assert_passed, require, run_script
 
-JAX = ("flax_and_optax", "equinox_loop", "kinds_of_arrays", "without_a_compiler")
+JAX = (
+    "flax_and_optax",
+    "equinox_loop",
+    "kinds_of_arrays",
+    "memory_is_kept",
+    "without_a_compiler",
+)
 TENSORFLOW = ("custom_loop", "kinds_of_tensors")
 
 

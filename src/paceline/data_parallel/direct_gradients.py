@@ -72,7 +72,7 @@ class _DirectForward(StandIn):
         module = self._module()
         assert module is not None, "forward of a module that is gone"
         weight, bias = module.weight, module.bias
-        if weight is not self._slot.param or not _is_ordinary(input, weight):
+        if weight is not self._slot.param or not is_ordinary(input, weight):
             return F.linear(input, weight, bias)
         output: Tensor = _Linear.apply(input, weight, bias, self._slot, self._reducer)  # type: ignore[no-untyped-call]
         return output
@@ -82,7 +82,7 @@ class _DirectForward(StandIn):
         return getattr, (self._module(), "forward")
 
 
-def _is_ordinary(input: Tensor, weight: Tensor) -> bool:
+def is_ordinary(input: Tensor, weight: Tensor) -> bool:
     """Return whether this is plain training: no compiler, autocast, vmap or forward mode."""
     return (
         not torch.compiler.is_compiling()
@@ -122,7 +122,7 @@ class _Linear(torch.autograd.Function):
             grad_input = rows.mm(weight).view(input.shape)
         if ctx.needs_input_grad[1]:
             samples = input.reshape(-1, input.shape[-1])
-            home = _claim(ctx.slot, ctx.reducer, ctx.next_functions[1][0])
+            home = claim(ctx.slot, ctx.reducer, ctx.next_functions[1][0])
             if home is None:
                 grad_weight = rows.t().mm(samples)
             else:
@@ -132,7 +132,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _claim(slot: ParamSlot, reducer: SyncState, accumulate: Any) -> Tensor | None:
+def claim(slot: ParamSlot, reducer: SyncState, accumulate: Any) -> Tensor | None:
     """Return the bucket's memory for this gradient, if nothing else needs or keeps it."""
     if (
         slot.claimed

@@ -20,8 +20,9 @@ import torch
 from paceline.data_parallel.distribute import begin
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import UsageError
-from paceline.frameworks.averages import group_for
+from paceline.frameworks.averages import as_torch, group_for
 from paceline.frameworks.twin import ForeignUpdate, Twin
+from paceline.keras.dense_gradients import compute_in_bucket
 from paceline.keras.host import Host
 from paceline.keras.optimizers import server_optimizer
 from paceline.keras.variables import assign, numpy_of
@@ -46,6 +47,7 @@ class Exchange:
         self.has_prepared = False  # by the first fit
         self._is_joining = False  # this worker has no batch: it takes part with zeros
         self.error: Exception | None = None  # raised inside of a compiled step
+        self._counting: tuple[Any, np.ndarray] | None = None  # the count that is under way
         if self.is_served and len(names) > 1:
             raise UsageError(
                 f"pace {pace}: a Keras model at a pace with servers keeps it; use one pace"
@@ -69,20 +71,33 @@ class Exchange:
 
     # -- uneven data --------------------------------------------------------------------------
 
-    def count_batches(self, mine: int = 1) -> int:
-        """Return how many workers have a batch. Collective, in lockstep only."""
-        if not self.has_begun or self.switcher.training.is_free or current().world.size == 1:
-            return mine
-        counted = np.array([mine], np.float32)
-        group_for("keras batches").all_reduce(counted)
+    def start_count(self, mine: int = 1) -> None:
+        """Begin to count the workers that have a batch. Collective, in lockstep only."""
+        if self._is_joining:
+            return  # counted already
+        self.end_count()  # of a step that failed
+        if self.has_begun and not self.switcher.training.is_free and current().world.size > 1:
+            counted = np.array([mine], np.float32)
+            work = group_for("keras batches").all_reduce(as_torch(counted), async_op=True)
+            self._counting = (work, counted)
+
+    def end_count(self) -> int | None:
+        """Wait; return how many workers have a batch, None if nothing was counted.
+
+        A worker that has a batch need not wait before it computes: only those that have none use
+        the number.
+        """
+        if self._counting is None:
+            return None
+        (work, counted), self._counting = self._counting, None
+        work.wait()
         return int(counted[0])
 
     def require_batches(self) -> None:
-        """Count before a step; raise where a joining worker could not take part."""
-        if self._is_joining:
-            return  # counted already
-        count = self.count_batches()
-        if count < current().world.size and self.accumulates:
+        """Count before a step of several batches, in which no worker can join with zeros."""
+        self.start_count()
+        count = self.end_count()
+        if count is not None and count < current().world.size:
             raise self._uneven(count)
 
     def join(self) -> int:
@@ -90,7 +105,7 @@ class Exchange:
         number."""
         joined = 0
         self.settle()
-        while (count := self.count_batches(0)) > 0:
+        while (count := self._count_without_batch()) > 0:
             if self.accumulates:
                 raise self._uneven(count)
             self._is_joining = True
@@ -101,6 +116,10 @@ class Exchange:
                 self._is_joining = False
             joined += 1
         return joined
+
+    def _count_without_batch(self) -> int:
+        self.start_count(0)
+        return self.end_count() or 0
 
     def _uneven(self, count: int) -> UsageError:
         return UsageError(
@@ -225,8 +244,12 @@ class TwinExchange(Exchange):
     @_keeping_errors
     def _mean_arrays(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         assert self._twin is not None
-        self.require_batches()
+        if self.accumulates:
+            self.require_batches()
+        else:
+            self.start_count()
         means = self._twin.mean(self._spread(arrays, range(self._size)))
+        self.end_count()
         return [_present(means[i], array) for i, array in zip(self._present, arrays, strict=True)]
 
     @_keeping_errors
@@ -237,9 +260,11 @@ class TwinExchange(Exchange):
     @_keeping_errors
     def _serve_arrays(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         assert self._twin is not None
-        self.require_batches()
+        self.start_count()
         self.report_rate(float(arrays[0]))
-        return self._twin.served(self._spread(arrays[1:], range(self._size)))
+        new = self._twin.served(self._spread(arrays[1:], range(self._size)))
+        self.end_count()
+        return new
 
     @property
     def _size(self) -> int:
@@ -270,6 +295,7 @@ class TorchExchange(Exchange):
         self._params = [variable.value for variable in self._variables]
         self._stepper = self._make(self._params)
         self.switcher = begin(current(), self.model, self._stepper, self.pace, self.options)
+        compute_in_bucket(self.model, lambda: self.switcher.training.reducer)
         self.has_begun = True
 
     def before_backward(self) -> None:
@@ -281,12 +307,13 @@ class TorchExchange(Exchange):
             )
         self.switcher.training.reducer.is_syncing = not self.accumulates
         if not self.accumulates:
-            self.require_batches()
+            self.start_count()
 
     def apply(self, optimizer: Any, plain: Plain, grads: Any, variables: Any) -> None:
         """Update with gradients that backward has averaged."""
         if not self.has_begun:
             self.before_backward()
+        self.end_count()
         if self.is_served:
             self._serve(optimizer)
         elif self.accumulates:

@@ -37,6 +37,7 @@ from paceline.runtime.config import (
 )
 from paceline.runtime.console import say, warn
 from paceline.runtime.device_request import DeviceRequest, parse_devices
+from paceline.runtime.heap import keep_memory_of_xla
 from paceline.runtime.job_state import Job as Job
 from paceline.runtime.job_state import join_job
 from paceline.runtime.launch_context import PACELINE
@@ -115,6 +116,7 @@ def _start(env: JobEnv, connect: Callable[[EngineConfig], Rendezvous], config: E
                 raise UsageError(f"init() after shutdown(): {_left_for_good}")
             if env.source == PACELINE.name:
                 print_stacks_on_signal()  # of the launcher, when other processes wait for this one
+            keep_memory_of_xla()
             request = parse_devices(env.devices, "PACELINE_DEVICES")
             device = _choose_device(env, request)
             try:
