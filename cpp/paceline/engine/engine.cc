@@ -51,6 +51,7 @@ Engine::Engine(const EngineConfig& config)
 
 Engine::~Engine() {
   if (in_forked_child_) return;
+  await_ended_ports();
   {
     std::lock_guard lock(thread_mu_);
     stopping_ = true;
