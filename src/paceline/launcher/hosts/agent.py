@@ -67,6 +67,8 @@ _ASKED: dict[signal.Signals, m.FromAgent] = {
     signal.SIGINT: m.AskedToStop(),
     signal.SIGTERM: m.HostLeaves("its agent got SIGTERM"),
     signal.SIGPWR: m.HostLeaves("its pod is to end"),
+    # Slurm signals all processes of a step at once. This signal does nothing to the others.
+    signal.SIGURG: m.HostLeaves("its agent got SIGURG"),
 }
 _decoder: msgspec.msgpack.Decoder[m.ToAgent] = msgspec.msgpack.Decoder(m.ToAgent)
 
