@@ -180,7 +180,8 @@ def test_a_signal_to_the_step_of_one_node_is_a_notice_for_that_host(desk):
     desk.wait_for(job, "step 10")
     shown = desk.slurm.run("squeue", "--steps", "-hj", job, "-o", "%i %N %j").stdout
     [step] = [line.split()[0] for line in shown.splitlines() if line.endswith("c paceline-agent")]
-    assert desk.slurm.run("scancel", "--signal=URG", step).returncode == 0
+    # scancel 22.05 reports an invalid job id for every signal to a step, and sends the signal.
+    desk.slurm.run("scancel", "--signal=URG", step)
     desk.wait_for(job, "host c goes away in 20 s (its agent got SIGURG): ranks 2-3 hand over")
     text = desk.wait(job, within_s=120)
     assert "host c has left after" in text and "no step is repeated" in text, text
