@@ -275,6 +275,7 @@ void Engine::run_progress_thread() {
 void Engine::close_after_fork() {
   in_forked_child_ = true;
   new std::thread(std::move(thread_));  // leaked on purpose: the thread does not exist in the child
+  arena_.close_after_fork();
   for (auto& [rank, link] : links_) link->close_after_fork();
   for (Pollable* p : pollables_) p->close_after_fork();
   for (auto& lingering : lingering_) lingering.port->close_after_fork();
