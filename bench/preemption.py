@@ -76,8 +76,7 @@ model = torch.nn.Linear(64, 8)
 model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), 0.01))
 loader = DataLoader(TensorDataset(torch.randn(1280, 64)), batch_size=8, shuffle=True)
 client = pl.ps.Client("async")
-if not os.environ.get("PACELINE_JOINS"):  # a worker that joins finds it
-    client.init("counter", np.zeros(1, dtype=np.float64), "SGD", lr=1.0)
+has_counter = False
 diary = open(f"diary-{pl.rank()}-{os.getpid()}.txt", "a", buffering=1)
 def note(*words):
     print(time.time(), *words, file=diary)
@@ -92,6 +91,9 @@ for epoch in range(100000):
             raise
         optimizer.zero_grad()
         note("done", len(batch))
+        if not has_counter:  # not before: a worker that joins can ask servers after its first step
+            client.init("counter", np.zeros(1, dtype=np.float64), "SGD", lr=1.0)
+            has_counter = True
         note("adds", 1)
         client.push("counter", -np.ones(1)).wait()  # plus 1: the server subtracts a gradient
         note("added", 1)
