@@ -295,6 +295,13 @@ class ServerProcess:
 
             def form() -> None:
                 self._fabric.link(membership.member(rank))
+
+            # A worker links to the servers that it asks, and to the other copies of what they have.
+            def is_ready() -> bool:
+                return self._fabric.endpoint.can_link(membership.member(rank))
+
+            self._connector.arrange_when(rank, key, form, is_ready)
+            return
         elif key[0] == "server":
 
             def form() -> Connection:
