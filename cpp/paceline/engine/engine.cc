@@ -246,6 +246,7 @@ void Engine::run_progress_thread() {
   pthread_setname_np(pthread_self(), "paceline-io");
   for (;;) {
     beat();
+    drop_ended_ports();
     bool is_contended = false;
     if (pending_.load(std::memory_order_seq_cst) > 0 && drive_mu_.try_lock()) {
       run_as_driver([&] {
@@ -263,7 +264,6 @@ void Engine::run_progress_thread() {
         for (Pollable* p : pollables_) p->beat(now_s());
       });
     }
-    drop_ended_ports();
     // Idle, or another thread drives and will wake this one when it stops.
     std::unique_lock lock(thread_mu_);
     thread_cv_.wait_for(lock, std::chrono::duration<double>(kBeat_s), [this] { return stopping_ || wanted_; });
