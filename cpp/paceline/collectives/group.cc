@@ -55,7 +55,7 @@ Group::~Group() {
   engine_->detach(this);
   // Channels that neighbours have opened and that this rank never used.
   engine_->drop_descriptors_before(config_.id, config_.generation + 1);
-  // The engine keeps the channels to other hosts until their other ends are closed, too: nobody has to wait here.
+  // The engine keeps the channels to other hosts until their other ends are closed, too, so this does not wait.
   std::vector<std::unique_ptr<Port>> ports;
   for (auto& [key, port] : ports_)
     if (!is_local(key.first)) ports.push_back(std::move(port));
