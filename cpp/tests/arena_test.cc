@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <csignal>
+#include <fstream>
 #include <map>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "check.h"
@@ -130,6 +132,25 @@ TEST(exhausted_memory_is_an_error_not_a_signal) {
   CHECK(error.kind == ErrorKind::shared_memory);
   CHECK(std::string(error.what()).find("MB") != std::string::npos);
   CHECK(log.arena.allocated_bytes() == 0);
+}
+
+// Large segments are unmapped by a thread, which a new segment waits for: their memory is free then.
+TEST(large_segments_are_freed) {
+  Log log;
+  auto mappings = [] {
+    std::ifstream maps("/proc/self/maps");
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) count += line.find("memfd:paceline-arena") != std::string::npos;
+    return count;
+  };
+  int before = mappings();
+  void* large = log.arena.allocate(160 << 20);
+  CHECK(mappings() == before + 1);
+  log.arena.free(large);
+  CHECK(log.alive.empty() && log.arena.allocated_bytes() == 0);
+  void* next = log.arena.allocate_apart(4096);
+  CHECK(mappings() == before + 1);
+  log.arena.free(next);
 }
 
 int main() { return test::run_all(); }

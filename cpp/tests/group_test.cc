@@ -302,4 +302,28 @@ TEST(only_the_end_of_the_awaited_lane_is_a_loss) {
   }
 }
 
+// The loop of a server closes connections while other workers wait for it. Rank 1 is plain sockets that stay open.
+TEST(closing_a_group_does_not_wait_for_the_other_ends) {
+  auto engine = std::make_shared<Engine>(EngineConfig{0, 1, 30, 20, 20});
+  std::vector<int> others;
+  double began = now_s();
+  for (uint64_t id = 1; id <= 20; ++id) {
+    auto group = std::make_shared<Group>(engine, GroupConfig{id, 1, {0, 1}, {0, 1}, 30});
+    int sockets[2];
+    tcp_pair(sockets);
+    group->add_channel(1, Lane::point_to_point, Fd(sockets[0]));
+    others.push_back(sockets[1]);
+    int64_t value = int64_t(id);
+    group->submit_send(1, 0, {&value, 1}, DType::int64, false);
+    group->close();
+  }
+  CHECK(now_s() - began < 10);  // a second for each of them would be twice as long
+  for (int other : others) {    // what was sent arrives all the same, and then the end
+    char frame[kFrameHeaderBytes + sizeof(int64_t)];
+    CHECK(recv(other, frame, sizeof frame, MSG_WAITALL) == ssize_t(sizeof frame));
+    CHECK(recv(other, frame, 1, 0) == 0);
+    close(other);
+  }
+}
+
 int main() { return test::run_all(); }

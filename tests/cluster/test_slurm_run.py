@@ -25,6 +25,16 @@ total = torch.ones(3) * (pl.rank() + 1)
 pl.world().all_reduce(total)
 print(f"{socket.gethostname()} rank {pl.rank()} local {pl.local_rank()} sum {total[0]:g}")
 """
+# A process as a data loader's: it lives until its worker closes its input.
+WITH_CHILD = f"""
+import atexit, os, subprocess
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+def end():
+    child.stdin.close()
+    print("child of rank", os.environ["RANK"], "ended with", child.wait(), flush=True)
+atexit.register(end)
+{TRAIN}
+"""
 RESUMABLE = """
 import pathlib, time
 import torch
@@ -161,6 +171,24 @@ def test_elastic_training_continues_through_a_lost_node(desk):
     done = [line for line in text.splitlines() if "] done" in line]
     assert {line.split("]")[0] for line in done} == {"[0", "[1"}, text
     assert "4 ranks, failed" not in text
+
+
+def test_a_signal_to_the_step_of_one_node_is_a_notice_for_that_host(desk):
+    """SIGURG: Slurm signals all processes of a step, and all but the agent ignore it."""
+    words = ["-N", "2", "-n", "4", "--min", "1", "--preemption-deadline", "20s"]
+    job = desk.submit(*words, "--env", "STEPS=300", desk.script(WITH_CHILD))
+    desk.wait_for(job, "step 10")
+    shown = desk.slurm.run("squeue", "--steps", "-hj", job, "-o", "%i %N %j").stdout
+    [step] = [line.split()[0] for line in shown.splitlines() if line.endswith("c paceline-agent")]
+    # scancel 22.05 reports an invalid job id for every signal to a step, and sends the signal.
+    desk.slurm.run("scancel", "--signal=URG", step)
+    desk.wait_for(job, "host c goes away in 20 s (its agent got SIGURG): ranks 2-3 hand over")
+    text = desk.wait(job, within_s=120)
+    assert "host c has left after" in text and "no step is repeated" in text, text
+    assert not re.search(r"worker \d .* lost", text), text
+    assert "child of rank 2 ended with 0" in text, text  # what a worker has started goes on, too
+    done = {line.split("]")[0] for line in text.splitlines() if "] done" in line}
+    assert done == {"[0", "[1"}, text
 
 
 @pytest.mark.slow

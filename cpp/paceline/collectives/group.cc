@@ -1,18 +1,12 @@
 #include "paceline/collectives/group.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 #include "paceline/base/error.h"
 #include "paceline/reduce/kernels.h"
 
 namespace paceline {
 namespace {
-constexpr double kGoodbye_s = 1.0;  // how long a closing group waits for the other members to close theirs
-constexpr double kWatched_s = 0.5;  // a group that read its channels less recently cannot call a member silent
-constexpr double kSilent_s = 1.5;   // without a heartbeat, which is sent every second
-
 std::exception_ptr make_error(ErrorKind kind, const std::string& text, int rank) {
   return std::make_exception_ptr(Error(kind, text, rank));
 }
@@ -61,30 +55,11 @@ Group::~Group() {
   engine_->detach(this);
   // Channels that neighbours have opened and that this rank never used.
   engine_->drop_descriptors_before(config_.id, config_.generation + 1);
-  // Do not wait for the members of a failed group, nor for a silent member: they may never answer.
-  bool was_watched = now_s() - watched_s_ < kWatched_s;
+  // The engine keeps the channels to other hosts until their other ends are closed, too, so this does not wait.
   std::vector<std::unique_ptr<Port>> ports;
-  for (auto it = ports_.begin(); it != ports_.end();) {
-    bool is_silent = was_watched && now_s() - it->second->heard_s() > kSilent_s;
-    if (is_local(it->first.first) || !(is_broken_ || is_silent)) {
-      ++it;
-      continue;
-    }
-    ports.push_back(std::move(it->second));
-    it = ports_.erase(it);
-  }
+  for (auto& [key, port] : ports_)
+    if (!is_local(key.first)) ports.push_back(std::move(port));
   engine_->linger(std::move(ports));
-  close_ports();
-}
-
-// All channels at once, because the other members close theirs in another order.
-void Group::close_ports() {
-  for (auto& [key, port] : ports_) port->end_output();
-  auto all_ended = [this] {
-    return std::all_of(ports_.begin(), ports_.end(), [](auto& entry) { return entry.second->ended(); });
-  };
-  for (double deadline = now_s() + kGoodbye_s; !all_ended() && now_s() < deadline;)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 int Group::member_of(int global) const {

@@ -116,7 +116,6 @@ class Group final : public Pollable {
   void check_waiting(Operation& operation, Lane lane, double now);
   void require_alive(int rank, const Operation& operation, Lane lane, double now);
   std::string peer_name(int global_rank);
-  void close_ports();
 
   Task run(std::shared_ptr<Request> request, Descriptor shown);
   // named.cc
@@ -177,7 +176,6 @@ class Group final : public Pollable {
   uint64_t number_ = 0;
   uint64_t num_submitted_ = 0;  // named operations
   double beat_s_ = 0;
-  double watched_s_ = 0;    // when this rank last waited here, and so received heartbeats
   bool is_broken_ = false;  // failed, not just closed
   std::atomic<bool> has_inbox_{false};
   std::atomic<int> order_{0};  // of its collectives: 0 not known yet, 1 as submitted, 2 by name

@@ -83,7 +83,6 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
 
 void Group::inspect(double now) {
   if (failure_) return;
-  if (!collectives_.empty() || !transfers_.empty()) watched_s_ = now;
   try {
     if (team_)
       if (auto failure = team_->published_failure()) std::rethrow_exception(failure);

@@ -51,6 +51,7 @@ Engine::Engine(const EngineConfig& config)
 
 Engine::~Engine() {
   if (in_forked_child_) return;
+  await_ended_ports();
   {
     std::lock_guard lock(thread_mu_);
     stopping_ = true;
@@ -245,6 +246,7 @@ void Engine::run_progress_thread() {
   pthread_setname_np(pthread_self(), "paceline-io");
   for (;;) {
     beat();
+    drop_ended_ports();
     bool is_contended = false;
     if (pending_.load(std::memory_order_seq_cst) > 0 && drive_mu_.try_lock()) {
       run_as_driver([&] {
@@ -262,7 +264,6 @@ void Engine::run_progress_thread() {
         for (Pollable* p : pollables_) p->beat(now_s());
       });
     }
-    drop_ended_ports();
     // Idle, or another thread drives and will wake this one when it stops.
     std::unique_lock lock(thread_mu_);
     thread_cv_.wait_for(lock, std::chrono::duration<double>(kBeat_s), [this] { return stopping_ || wanted_; });
@@ -274,6 +275,7 @@ void Engine::run_progress_thread() {
 void Engine::close_after_fork() {
   in_forked_child_ = true;
   new std::thread(std::move(thread_));  // leaked on purpose: the thread does not exist in the child
+  arena_.close_after_fork();
   for (auto& [rank, link] : links_) link->close_after_fork();
   for (Pollable* p : pollables_) p->close_after_fork();
   for (auto& lingering : lingering_) lingering.port->close_after_fork();

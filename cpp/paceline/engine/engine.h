@@ -103,7 +103,8 @@ class Engine {
   bool try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, Fd& fd);
   // Drops descriptors that were sent for earlier generations of a group: they will not be used.
   void drop_descriptors_before(uint64_t id, uint64_t generation);
-  // Keeps the ports of a failed group open until the peers have read the error, without blocking.
+  // Keeps the ports of a closed group open until the peers have read what was sent and closed theirs, or a second has
+  // passed. Does not block.
   void linger(std::vector<std::unique_ptr<Port>> ports);
 
   // Channels that groups need. The descriptor is readable when there are some. Any thread.
@@ -177,6 +178,7 @@ class Engine {
   void beat();
   std::vector<std::shared_ptr<LocalLink>> links();
   bool drop_ended_ports();
+  void await_ended_ports();
 
   EngineConfig config_;
   Traffic traffic_;

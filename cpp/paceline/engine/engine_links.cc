@@ -1,5 +1,5 @@
 // The engine's links to the neighbours on this host, the descriptors that arrive through them, and the channels of
-// failed groups that are still closing.
+// closed groups whose other ends are still open.
 #include <poll.h>
 #include <unistd.h>
 
@@ -14,7 +14,7 @@ namespace paceline {
 namespace {
 constexpr double kKill_s = 0.5;    // how long the kernel may take to end a process
 constexpr int kMaxReceived = 512;  // of one neighbour: each holds a file descriptor
-constexpr double kLinger_s = 1.0;  // how long the channels of a failed group wait for the peers to end theirs
+constexpr double kLinger_s = 1.0;  // how long the channels of a closed group wait for the peers to end theirs
 }  // namespace
 
 void Engine::add_local_peer(int rank, Fd socket) {
@@ -178,6 +178,10 @@ bool Engine::drop_ended_ports() {
 
 void Engine::say_goodbye() {
   for (auto& link : links()) link->send({0, LinkKind::goodbye, 0, 0, 0});
+  await_ended_ports();
+}
+
+void Engine::await_ended_ports() {
   while (!drop_ended_ports()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 

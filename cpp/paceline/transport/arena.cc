@@ -12,7 +12,8 @@ size_t whole_pages(size_t bytes) {
   return (std::max<size_t>(bytes, 1) + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
 }
 
-constexpr size_t kLargeTensor = 8 << 20;  // below, asking for large pages takes longer than they save in a short job
+constexpr size_t kLargeSegment = 128 << 20;  // the kernel takes about 30 ms to unmap it
+constexpr size_t kLargeTensor = 8 << 20;     // below, asking for large pages takes longer than they save in a short job
 
 }  // namespace
 
@@ -43,6 +44,7 @@ void* Arena::allocate_apart(size_t bytes) {
 }
 
 Arena::Pool& Arena::add_pool(size_t bytes, bool apart) {
+  await_unmapped();
   Pool pool{apart, Segment::create("paceline-arena", bytes), {{0, bytes}}, {}};
   uint64_t id = next_id_++;
   announce_(id, bytes, pool.segment.fd());
@@ -65,11 +67,26 @@ void Arena::free(void* p) {
     bool spare = !pool.apart && pool.segment.bytes() == kSegmentBytes && pools_.size() == 1;
     if (pool.used.empty() && !spare) {
       announce_(it->first, pool.segment.bytes(), -1);
+      if (pool.segment.bytes() >= kLargeSegment) unmap_aside(std::move(pool.segment));
       pools_.erase(it);
     }
     return;
   }
   throw Error(ErrorKind::usage, "engine memory: freed a block that was not allocated");
+}
+
+void Arena::unmap_aside(Segment segment) {
+  unmapping_.emplace_back([freed = std::move(segment)]() mutable { Segment last = std::move(freed); });
+}
+
+void Arena::await_unmapped() {
+  for (auto& thread : unmapping_) thread.join();
+  unmapping_.clear();
+}
+
+void Arena::close_after_fork() {
+  for (auto& thread : unmapping_) new std::thread(std::move(thread));  // leaked on purpose
+  unmapping_.clear();
 }
 
 // Inserts a free range and merges it with its neighbours.

@@ -9,6 +9,8 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <thread>
+#include <vector>
 
 #include "paceline/transport/segment.h"
 
@@ -26,6 +28,7 @@ class Arena {
   using Announce = std::function<void(uint64_t id, size_t bytes, int fd)>;
 
   explicit Arena(Announce announce) : announce_(std::move(announce)) {}
+  ~Arena() { await_unmapped(); }
 
   void* allocate(size_t bytes);
   // In a separate segment, whose pages are never reused: peers may keep using them after this process has freed
@@ -38,6 +41,8 @@ class Arena {
   std::optional<Location> locate(const void* p, size_t bytes) const;
   void for_each_segment(const std::function<void(uint64_t id, size_t bytes, int fd)>& visit) const;
   size_t allocated_bytes() const;
+  // The threads that unmap do not exist in a forked child.
+  void close_after_fork();
 
   static constexpr size_t kSegmentBytes = 64u << 20;
   static constexpr size_t kAlignment = 4096;  // pages: streaming stores and slices start aligned
@@ -56,10 +61,14 @@ class Arena {
   Pool& add_pool(size_t bytes, bool apart);  // under mu_
   static void* take(Pool& pool, size_t bytes);
   static void give_back(Pool& pool, size_t offset, size_t bytes);
+  // A server that frees 1 GB must not stop for the quarter of a second that the kernel takes: a thread unmaps.
+  void unmap_aside(Segment segment);  // under mu_
+  void await_unmapped();              // under mu_: a new segment may need that memory
 
   mutable std::mutex mu_;
-  std::map<uint64_t, Pool> pools_;  // guarded by mu_
-  uint64_t next_id_ = 1;            // guarded by mu_
+  std::map<uint64_t, Pool> pools_;      // guarded by mu_
+  uint64_t next_id_ = 1;                // guarded by mu_
+  std::vector<std::thread> unmapping_;  // guarded by mu_
   Announce announce_;
 };
 

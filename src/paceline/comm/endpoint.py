@@ -77,6 +77,13 @@ class Endpoint:
             self.engine.await_local_peers(self.timeout_s, [rank])
             self._linked.add(rank)
 
+    def can_link(self, member: Member) -> bool:
+        """Return whether `link` would not wait for this member of this host to connect."""
+        if member.rank in self._linked or self.rank < member.rank:
+            return True
+        assert self.listener is not None, "a world of one has no other members"
+        return self.listener.has_arrived(member.rank, "local")
+
     def _is_neighbour(self, member: Member) -> bool:
         return member.host_id == self.me.host_id and member.rank != self.rank
 
@@ -149,8 +156,10 @@ class Endpoint:
 
     def has_called(self, member: Member, group_id: int, generation: int) -> bool:
         """Return whether a group with this member can be formed without waiting for it to connect:
-        it has connected, or this process connects, or both are on one host."""
-        if member.host_id == self.me.host_id or self.rank < member.rank:
+        it has connected, or this process connects."""
+        if self._is_neighbour(member):
+            return self.can_link(member)
+        if self.rank < member.rank:
             return True
         assert self.listener is not None, "a world of one has no other members"
         purposes = [purpose_of(group_id, generation, name) for name in LANES]

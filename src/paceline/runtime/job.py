@@ -183,8 +183,8 @@ def shutdown() -> None:
         session.drop()
         for link in job.servers:
             link.leave()
-        job.fabric.engine.say_goodbye()
         job.world.close()
+        job.fabric.engine.say_goodbye()
         if job.fabric.listener is not None:
             job.fabric.listener.close()
         # A script that ended with an error has not finished: the job may start a replacement.

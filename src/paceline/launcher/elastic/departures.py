@@ -55,6 +55,7 @@ class Departure:
     host: str
     why: str
     within_s: float
+    is_for_job: bool = False  # perhaps a scheduler ends the whole job
     begun_s: float = field(default_factory=time.monotonic)
     ranks: dict[int, ProcessName] = field(default_factory=dict)  # all processes that were there
     partitions: set[int] = field(default_factory=set)  # that have moved away
@@ -92,7 +93,7 @@ class HostDepartures:
 
     async def _leave_after_notice(self, host: str, notice: Notice) -> None:
         try:
-            await self.leave(host, notice.why, self._seconds(notice), is_notice=True)
+            await self.leave(host, notice.why, self._seconds(notice), notice)
         except ConfigError as error:
             self._job.log(f"host {host}: {notice.why}: {error}")
 
@@ -102,16 +103,19 @@ class HostDepartures:
             return notice.within_s
         return given_s or ENGINE_S.get(self._job.spec.engine, DEFAULT_S)
 
-    async def leave(self, host: str, why: str, within_s: float, *, is_notice: bool = False) -> str:
+    async def leave(
+        self, host: str, why: str, within_s: float, notice: Notice | None = None
+    ) -> str:
         """Let a host leave; return a line about it, which is logged, too. Raises ConfigError."""
         job = self._job
         job.hosts.require_other_host(host)
         if host in self._under_way:
             raise ConfigError(f"host {host} is already leaving: {self._under_way[host].why}")
-        departure = self._under_way[host] = Departure(host, why, within_s)
+        is_for_job = notice is not None and notice.is_for_job
+        departure = self._under_way[host] = Departure(host, why, within_s, is_for_job)
         self._publish()
         try:
-            if is_notice:  # if all hosts go, they are told at about the same time
+            if notice is not None:  # if all hosts go, they are told at about the same time
                 await asyncio.sleep(min(_TOGETHER_S, within_s / 10))
             line = await self._leave(departure)
         finally:
@@ -167,7 +171,8 @@ class HostDepartures:
         """Return why the job cannot continue without what is on leaving hosts; "" if it can."""
         job, plan = self._job, self._job.plan
         leaving = set(self._under_way)
-        if job.spec.engine == "slurm" and leaving >= job.hosts.other_hosts:
+        is_for_job = all(one.is_for_job for one in self._under_way.values())
+        if job.spec.engine == "slurm" and is_for_job and leaving >= job.hosts.other_hosts:
             return "Slurm ends all hosts"
         staying = [p for p in job.processes.workers if p.host_name not in leaving]
         staying_servers = [p for p in job.processes.servers if p.host_name not in leaving]

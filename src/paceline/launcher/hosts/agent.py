@@ -65,8 +65,10 @@ _BACKLOG_BYTES = 4 << 20  # while the launcher has more to read, no output is re
 # The launcher decides what follows: workers may save or leave first. It ends this agent, too.
 _ASKED: dict[signal.Signals, m.FromAgent] = {
     signal.SIGINT: m.AskedToStop(),
-    signal.SIGTERM: m.HostLeaves("its agent got SIGTERM"),
+    signal.SIGTERM: m.HostLeaves("its agent got SIGTERM", is_for_job=True),
     signal.SIGPWR: m.HostLeaves("its pod is to end"),
+    # Slurm signals all processes of a step at once. This signal does nothing to the others.
+    signal.SIGURG: m.HostLeaves("its agent got SIGURG"),
 }
 _decoder: msgspec.msgpack.Decoder[m.ToAgent] = msgspec.msgpack.Decoder(m.ToAgent)
 

@@ -133,6 +133,7 @@ class HostLeaves(msgspec.Struct, frozen=True, tag="leaves"):
     why: str
     within_s: float | None = None
     is_withdrawn: bool = False  # it stays after all
+    is_for_job: bool = False  # a signal that a scheduler sends to all hosts of a job that it ends
 
 
 class AllEnded(msgspec.Struct, frozen=True, tag="all ended"):

@@ -250,7 +250,9 @@ class RemoteHost:
         elif isinstance(message, m.AskedToStop):
             self.on_interrupt()
         elif isinstance(message, m.HostLeaves):
-            self.on_notice(Notice(message.why, message.within_s, message.is_withdrawn))
+            self.on_notice(
+                Notice(message.why, message.within_s, message.is_withdrawn, message.is_for_job)
+            )
         elif isinstance(message, m.Said):
             self._log(f"host {self.host.name}: {message.text}")
         elif isinstance(message, m.AllEnded) and self._ended is not None:

@@ -36,6 +36,7 @@ class Notice:
     why: str
     within_s: float | None = None
     is_withdrawn: bool = False  # it stays after all
+    is_for_job: bool = False  # a signal that a scheduler sends to all hosts of a job that it ends
 
 
 @dataclass(frozen=True)

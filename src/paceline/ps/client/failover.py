@@ -265,7 +265,7 @@ class Failover:
 
     def wait_for_change(self, timeout_s: float, *, has_left: bool) -> None:
         """Wait for a newer membership; PeerLost: this worker has left, and connects to no other
-        server. Its end of the broken connection is released then: the old one waits for that."""
+        server."""
         if has_left:
             raise errors.PeerLost(f"partition {self._partition}: its server has hung up")
         self._agent.wait_for_generation(self.newest.generation, timeout_s)

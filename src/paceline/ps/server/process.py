@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -290,22 +290,20 @@ class ServerProcess:
         ):
             return
         self._requested.add(key)
-        form: Callable[[], Connection | None]
-        if key[0] == "link":
-
-            def form() -> None:
-                self._fabric.link(membership.member(rank))
+        fabric, member = self._fabric, membership.member(rank)
+        if key[0] == "link":  # not each worker links to each server of its host
+            self._connector.arrange_when(
+                rank, key, lambda: fabric.link(member), lambda: fabric.endpoint.can_link(member)
+            )
         elif key[0] == "server":
-
-            def form() -> Connection:
-                return form_peer_connection(self._fabric, membership, rank)
+            self._connector.arrange(
+                rank, key, lambda: form_peer_connection(fabric, membership, rank)
+            )
         else:
-            ends = (self._fabric, membership, key[1], rank, self.rank)
+            ends = (fabric, membership, key[1], rank, self.rank)
             self._connector.arrange_when(
                 rank, key, lambda: form_connection(*ends), lambda: has_called(*ends)
             )
-            return
-        self._connector.arrange(rank, key, form)
 
     def _take_connections(self, now_s: float) -> None:
         for key, formed in self._connector.take():
