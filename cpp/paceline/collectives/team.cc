@@ -107,8 +107,8 @@ uint64_t Team::handed_over(const Context& c) const {
   return bytes;
 }
 
-Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) {
-  Context c{request, shown, divisor};
+Task Team::run(const Request& request, const Descriptor& shown, size_t divisor, uint64_t posted) {
+  Context c{request, shown, divisor, posted};
   co_await begin(c);
   co_await run_resolved(c);
 }
@@ -120,19 +120,39 @@ Task Team::run_resolved(Context& c) {
 }
 
 Task Team::arrive(Context& c) {
-  c.op = ++op_;
-  post_request(c);
+  if (!c.op) {
+    c.op = ++op_;
+    post_request(c);
+  }
   Reached arrived(*this, &Block::arrived, c.op);
   co_await park(arrived);
   // A member may have arrived and failed: its request is no longer valid.
-  if (auto failure = published_failure()) std::rethrow_exception(failure);
+  if (has_failure()) std::rethrow_exception(published_failure());
+}
+
+void Team::compare(Context& c) {
+  const Descriptor& first = c.descriptor_of(*this, 0);
+  for (int m = 1; m < size(); ++m) require_match(first, rank_of(0), c.descriptor_of(*this, m), rank_of(m));
+  resolve(c);
 }
 
 Task Team::begin(Context& c) {
   co_await arrive(c);
-  const Descriptor& first = c.descriptor_of(*this, 0);
-  for (int m = 1; m < size(); ++m) require_match(first, rank_of(0), c.descriptor_of(*this, m), rank_of(m));
-  resolve(c);
+  compare(c);
+}
+
+bool Team::try_reduce(Context& c, int num_looks) {
+  c.op = ++op_;
+  post_request(c);
+  Reached arrived(*this, &Block::arrived, c.op);
+  while (!arrived.ready()) {
+    if (--num_looks <= 0) return false;
+    cpu_pause();
+  }
+  if (has_failure()) std::rethrow_exception(published_failure());
+  compare(c);
+  take_whole(c);  // all inputs are in slots
+  return true;
 }
 
 Task Team::meet(Context& c, std::vector<Descriptor>& calls) {

@@ -68,9 +68,13 @@ class Team {
 
   // Runs one operation among the members. `request.root` is a team index; parts are per team member.
   // `shown` is what the user called (compared and named in errors), `divisor` divides a reduction's result.
-  Task run(const Request& request, const Descriptor& shown, size_t divisor);
+  // `posted`: the operation's number if try_reduce() has posted the request already.
+  Task run(const Request& request, const Descriptor& shown, size_t divisor, uint64_t posted = 0);
 
   struct Context;  // one operation in flight
+  // Starts an all-reduce whose tensors fit the slots, and finishes it if the other members have arrived or arrive
+  // within so many looks. False if they have not: run() goes on with the operation c.op.
+  bool try_reduce(Context& c, int num_looks);
   // The two ends of an operation whose middle the caller does: begin() returns when all members have arrived and their
   // requests match, end() when no member uses the memory of another one any more.
   Task begin(Context& c);
@@ -102,6 +106,7 @@ class Team {
   Task stage_pair(Context& c);
   void post_request(Context& c);
   Task arrive(Context& c);
+  void compare(Context& c);
   uint64_t handed_over(const Context& c) const;
   void take_whole(const Context& c);
   void reduce_slice(const Context& c);

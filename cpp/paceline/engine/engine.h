@@ -142,6 +142,10 @@ class Engine {
     if (contenders_.load(std::memory_order_relaxed) == 0 && drive_mu_.try_lock()) run_as_driver(f);
   }
 
+  // How often a thread should look for what another process is about to do before it waits properly: for some
+  // microseconds, or only once if there are more processes than cores.
+  int num_looks() const { return spin_s_.load(std::memory_order_relaxed) > 0 ? kLooks : 1; }
+
   // The operations that have waited long, and for which ranks. Any thread; does not disturb the driver.
   std::vector<LongWait> long_waits();
   // Driver, while it inspects.
@@ -156,6 +160,7 @@ class Engine {
   bool in_forked_child() const { return in_forked_child_; }
 
  private:
+  static constexpr int kLooks = 200;
   bool poll_all();
   bool awaits_rest() const;
   void drive(std::span<Operation* const> until, double deadline_s);

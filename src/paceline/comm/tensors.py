@@ -28,7 +28,15 @@ FLOATING = frozenset(_CODES[name] for name in ("float32", "float64", "float16", 
 _OPS = {name: code for code, name in enumerate(_core.OPS)}
 _OPS["avg"] = _OPS["mean"]
 _OPS["prod"] = _OPS["product"]
+# Of these types the engine reads most tensors by itself; `Buffer` reads the others.
+_core.use_tensor_types(torch.Tensor, torch.nn.Parameter)
+
 _BITWISE = frozenset(_OPS[name] for name in ("band", "bor", "bxor"))
+
+
+def known_op(op: str) -> int | None:
+    """Return the engine's number of a reduction, or None if there is none of that name."""
+    return _OPS.get(op)
 
 
 class Buffer:
