@@ -1,5 +1,9 @@
 #include "torch_tensor.h"
 
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
 namespace nb = nanobind;
 
 namespace paceline {
@@ -31,7 +35,7 @@ enum Code : uint8_t { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 
 PyTypeObject* tensor_types[2];  // torch's Tensor and Parameter; subclasses may have no memory of their own
 int (*read)(void*, DLTensor*) = nullptr;
-PyObject* is_neg;  // the name of a method
+PyObject *is_neg, *grad_name;  // names of attributes
 
 // The number of 8, 16, 32 or 64 bits in this order.
 DType sized(DType of_8_bits, uint8_t bits) {
@@ -64,8 +68,28 @@ bool use_tensor_types(nb::type_object tensor, nb::type_object parameter) {
   auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!api) throw nb::python_error();
   while (api && api->major != kMajor) api = api->older;
-  if (api && (is_neg = PyUnicode_InternFromString("is_neg"))) read = api->tensor_from_object;
+  is_neg = PyUnicode_InternFromString("is_neg");
+  grad_name = PyUnicode_InternFromString("grad");
+  if (api && is_neg && grad_name) read = api->tensor_from_object;
   return read != nullptr;
+}
+
+// Copies the gradient of each contiguous parameter to its place. Returns the numbers of those that the caller has to
+// copy: what is not a plain tensor of as many elements of that dtype.
+std::vector<size_t> copy_gradients(nb::list parameters, const std::vector<uintptr_t>& places,
+                                   const std::vector<uint64_t>& counts, int dtype) {
+  const size_t n = parameters.size();
+  if (places.size() != n || counts.size() != n) throw nb::value_error("copy_gradients: lists of different lengths");
+  std::vector<size_t> left;
+  for (size_t i = 0; i < n; ++i) {
+    nb::object grad = nb::steal(PyObject_GetAttr(PyList_GET_ITEM(parameters.ptr(), Py_ssize_t(i)), grad_name));
+    if (!grad.is_valid()) throw nb::python_error();
+    TensorMemory memory;
+    bool is_plain = read_tensor(grad.ptr(), memory) && memory.count == counts[i] && memory.dtype == DType(dtype);
+    if (is_plain) std::memcpy(reinterpret_cast<void*>(places[i]), memory.data, memory.count * size_of(memory.dtype));
+    else left.push_back(i);
+  }
+  return left;
 }
 
 }  // namespace
@@ -101,11 +125,16 @@ bool is_defined(ReduceOp op, DType dtype) {
 }
 
 void register_torch_tensor(nb::module_& m) {
+  m.def("copy_gradients", &copy_gradients, nb::arg("parameters"), nb::arg("places"), nb::arg("counts"),
+        nb::arg("dtype"));
   m.def("use_tensor_types", &use_tensor_types, nb::arg("tensor"), nb::arg("parameter"));
-  m.def("reads_tensor", [](nb::handle tensor) {
-    TensorMemory memory;
-    return read_tensor(tensor.ptr(), memory);
-  }, nb::arg("tensor"));
+  m.def(
+      "reads_tensor",
+      [](nb::handle tensor) {
+        TensorMemory memory;
+        return read_tensor(tensor.ptr(), memory);
+      },
+      nb::arg("tensor"));
 }
 
 }  // namespace paceline

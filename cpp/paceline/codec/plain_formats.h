@@ -91,10 +91,11 @@ struct PlainInt8 : Plain, OfFormat<Format::int8> {
   };
 };
 
-// Rounding at random in fixed point: a number with 24 bits after the point plus 24 random bits; the integer part is
+// Rounding at random in fixed point: a number with 16 bits after the point plus 16 random bits; the integer part is
 // kept. Whole numbers do not change.
 struct PlainInt4 : Plain, OfFormat<Format::int4> {
   static constexpr size_t kHalf = kValues / 2;
+  static float scale_of(float step) { return 1 / step * 0x1p16f; }
   static void encode(const float* v, size_t, const Draw& draw, uint64_t at, uint8_t* to) {
     const float step = step_of(largest_bits(v, kValues), 7);
     std::memcpy(to, &step, 4);
@@ -102,13 +103,13 @@ struct PlainInt4 : Plain, OfFormat<Format::int4> {
       std::memset(to + 4, 0, kHalf);
       return;
     }
-    const float inverse = 1 / step;
+    const float scale = scale_of(step);
     alignas(64) uint32_t random[kValues];
     alignas(64) int32_t level[kValues];
     draw_numbers(draw, at, kValues, random);
     for (size_t i = 0; i < kValues; ++i) {
-      int32_t rounded = (int32_t(v[i] * inverse * 0x1p24f) + int32_t(random[i] >> 8)) >> 24;
-      level[i] = std::min(std::max(rounded, -7), 7);
+      const auto fixed = int32_t(std::bit_cast<uint32_t>(v[i] * scale + kRounder) - std::bit_cast<uint32_t>(kRounder));
+      level[i] = std::min(std::max((fixed + int32_t(random[i])) >> 16, -7), 7);
     }
     for (size_t i = 0; i < kHalf; ++i) to[4 + i] = uint8_t((level[i] & 15) | (level[i + kHalf] & 15) << 4);
   }
