@@ -232,19 +232,16 @@ class PyGroup {
 
   // A separate path without lists for the most frequent call.
   void all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
-    auto group = hold();
-    if (auto rest = group->all_reduce(reduction(in, out, count, dtype, op, std::move(shape))))
-      wait_for(*group, *rest, kForever);
+    run_all_reduce(reduction(in, out, count, dtype, op, std::move(shape)));
   }
   // In place, of a plain torch tensor. False if it is anything else, or the reduction is not defined for its dtype:
   // then nothing has happened, and the caller takes the long way, which reports errors.
   bool all_reduce_tensor(nb::handle tensor, int op) {
     TensorMemory memory;
     if (!read_tensor(tensor.ptr(), memory) || !is_defined(ReduceOp(op), memory.dtype)) return false;
-    auto group = hold();
-    Request r = reduction(uintptr_t(memory.data), uintptr_t(memory.data), memory.count, int(memory.dtype), op,
-                          {memory.shape, memory.shape + memory.ndim});
-    if (auto rest = group->all_reduce(std::move(r))) wait_for(*group, *rest, kForever);
+    auto data = uintptr_t(memory.data);
+    run_all_reduce(
+        reduction(data, data, memory.count, int(memory.dtype), op, {memory.shape, memory.shape + memory.ndim}));
     return true;
   }
   PyWork start_all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
@@ -316,6 +313,18 @@ class PyGroup {
   }
 
  private:
+  // To release the GIL would take longer than a small one.
+  void run_all_reduce(Request request) {
+    auto group = hold();
+    OperationPtr rest;
+    if (request.inputs[0].count * request.element_bytes() > kSlotBytes) {
+      nb::gil_scoped_release release;
+      rest = group->all_reduce(std::move(request));
+    } else {
+      rest = group->all_reduce(std::move(request));
+    }
+    if (rest) wait_for(*group, *rest, kForever);
+  }
   static Request reduction(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
     Request r;
     r.kind = Kind::all_reduce;

@@ -148,8 +148,7 @@ OperationPtr Group::submit(Request request, bool background) {
 }
 
 OperationPtr Group::all_reduce(Request request) {
-  bool is_small = request.inputs[0].count * request.element_bytes() <= kSlotBytes;
-  if (!team_ || !is_small || spans_hosts() || engine_->in_forked_child()) return submit(std::move(request), false);
+  if (!team_ || spans_hosts() || engine_->in_forked_child()) return submit(std::move(request), false);
   if (order_.exchange(1) == 2) throw Error(ErrorKind::usage, "this group runs operations by name: each needs one");
   bool has_run = false;
   OperationPtr rest;
@@ -161,10 +160,11 @@ OperationPtr Group::all_reduce(Request request) {
     const Descriptor shown = describe(request, ++number_);
     try {
       Team::Context c{request, shown, request.op == ReduceOp::mean ? size_t(size()) : 1};
-      if (team_->try_reduce(c, engine_->num_looks())) return;
+      Started started;
+      if (team_->try_reduce(c, engine_->num_looks(), started)) return;
       // Before any operation that another thread submits from now on.
       auto r = std::make_shared<Request>(std::move(request));
-      rest = std::make_shared<Operation>([this, r, shown, op = c.op] { return run(r, shown, op); },
+      rest = std::make_shared<Operation>([this, r, shown, started] { return run(r, shown, started); },
                                          [shown] { return to_text(shown); });
       collectives_.push_back(rest);
       ++num_submitted_;
@@ -184,13 +184,13 @@ void Group::wait(Operation& operation, double timeout_s) {
   operation.rethrow();
 }
 
-Task Group::run(std::shared_ptr<Request> request, Descriptor shown, uint64_t posted) {
+Task Group::run(std::shared_ptr<Request> request, Descriptor shown, Started started) {
   const Request& r = *request;
   size_t divisor = r.op == ReduceOp::mean ? size_t(size()) : 1;
   if (spans_hosts()) {
     co_await run_spanning(r, shown);
   } else if (team_) {
-    co_await team_->run(r, shown, divisor, posted);
+    co_await team_->run(r, shown, divisor, started);
   } else {  // alone: every collective copies this rank's own part
     for (size_t i = 0; i < std::min(r.inputs.size(), r.outputs.size()); ++i)
       if (r.outputs[i].data != r.inputs[i].data)

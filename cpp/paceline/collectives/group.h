@@ -61,8 +61,8 @@ class Group final : public Pollable {
   void add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys = nullptr);
 
   OperationPtr submit(Request request, bool background);
-  // An all-reduce for which the caller waits at once. If it is small, nothing else is in flight and the other members
-  // are there, it ends here, without an operation (null); otherwise the operation is returned.
+  // An all-reduce for which the caller waits at once. If it is small or in engine memory, nothing else is in flight and
+  // the other members are there, it ends here, without an operation (null); otherwise the operation is returned.
   OperationPtr all_reduce(Request request);
   // Members may submit named operations in any order (named.h). A group has either these or the ones in order.
   OperationPtr submit_named(std::shared_ptr<NamedCall> call, bool background);
@@ -121,7 +121,7 @@ class Group final : public Pollable {
   std::string peer_name(int global_rank);
   void close_ports();
 
-  Task run(std::shared_ptr<Request> request, Descriptor shown, uint64_t posted = 0);
+  Task run(std::shared_ptr<Request> request, Descriptor shown, Started started = {});
   // named.cc
   Task run_named(std::shared_ptr<NamedCall> call);
   Task run_agreed(NamedCall& call, Team::Context* context, const std::vector<uint64_t>& sizes);

@@ -107,8 +107,12 @@ uint64_t Team::handed_over(const Context& c) const {
   return bytes;
 }
 
-Task Team::run(const Request& request, const Descriptor& shown, size_t divisor, uint64_t posted) {
-  Context c{request, shown, divisor, posted};
+Task Team::run(const Request& request, const Descriptor& shown, size_t divisor, Started started) {
+  Context c{request, shown, divisor, started.op};
+  if (started.is_reduced) {
+    co_await end(c);
+    co_return;
+  }
   co_await begin(c);
   co_await run_resolved(c);
 }
@@ -141,18 +145,30 @@ Task Team::begin(Context& c) {
   compare(c);
 }
 
-bool Team::try_reduce(Context& c, int num_looks) {
-  c.op = ++op_;
+bool Team::try_reduce(Context& c, int num_looks, Started& started) {
+  auto comes = [&](Counter Block::* counter) {
+    Reached reached(*this, counter, c.op);
+    for (int looks = 0; !reached.ready(); cpu_pause())
+      if (++looks >= num_looks) return false;
+    return true;
+  };
+  started.op = c.op = ++op_;
   post_request(c);
-  Reached arrived(*this, &Block::arrived, c.op);
-  while (!arrived.ready()) {
-    if (--num_looks <= 0) return false;
-    cpu_pause();
-  }
+  if (!comes(&Block::arrived)) return false;
   if (has_failure()) std::rethrow_exception(published_failure());
+  for (int m = 0; m < size(); ++m) {
+    const Descriptor& d = c.descriptor_of(*this, m);
+    if (d.placement == Placement::staged || (d.placement == Placement::exposed && !d.output.segment)) return false;
+  }
   compare(c);
-  take_whole(c);  // all inputs are in slots
-  return true;
+  if (c.placement == Placement::in_slot) {
+    take_whole(c);
+    return true;
+  }
+  reduce_slice(c);
+  started.is_reduced = true;
+  post(&Block::finished, c.op);
+  return comes(&Block::finished);
 }
 
 Task Team::meet(Context& c, std::vector<Descriptor>& calls) {

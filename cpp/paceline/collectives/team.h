@@ -51,6 +51,12 @@ struct Block {
   alignas(64) std::byte results[kStages][kStageBytes];
 };
 
+// How far an operation has come before there is a coroutine for it.
+struct Started {
+  uint64_t op = 0;  // its number, if the request has been posted
+  bool is_reduced = false;
+};
+
 class Team {
  public:
   // Collective among the members (global ranks, in group order). The first one creates the segment and sends its
@@ -68,13 +74,13 @@ class Team {
 
   // Runs one operation among the members. `request.root` is a team index; parts are per team member.
   // `shown` is what the user called (compared and named in errors), `divisor` divides a reduction's result.
-  // `posted`: the operation's number if try_reduce() has posted the request already.
-  Task run(const Request& request, const Descriptor& shown, size_t divisor, uint64_t posted = 0);
+  // `started`: how far try_reduce() has come with it.
+  Task run(const Request& request, const Descriptor& shown, size_t divisor, Started started = {});
 
   struct Context;  // one operation in flight
-  // Starts an all-reduce whose tensors fit the slots, and finishes it if the other members have arrived or arrive
-  // within so many looks. False if they have not: run() goes on with the operation c.op.
-  bool try_reduce(Context& c, int num_looks);
+  // Starts an all-reduce, and finishes it if its inputs can be read in place and the other members are there, or come
+  // within so many looks. False if it has not ended: run() goes on with it.
+  bool try_reduce(Context& c, int num_looks, Started& started);
   // The two ends of an operation whose middle the caller does: begin() returns when all members have arrived and their
   // requests match, end() when no member uses the memory of another one any more.
   Task begin(Context& c);
