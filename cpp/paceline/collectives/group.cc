@@ -173,6 +173,7 @@ OperationPtr Group::all_reduce(Request request) {
       fail_now(error = std::current_exception());
     }
   });
+  if (has_run) engine_->return_background();
   if (error) std::rethrow_exception(error);
   return has_run ? rest : submit(std::move(request), false);
 }

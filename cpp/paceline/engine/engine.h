@@ -121,6 +121,10 @@ class Engine {
   void work_finished(const Operation& operation);
   // Wakes the progress thread to drive the operations in the background.
   void call_progress_thread();
+  // After this thread has driven: the progress thread may have found no room to drive, and gone to sleep.
+  void return_background() {
+    if (background_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+  }
   // Blocks until one of these operations has finished or failed; returns the index of the first that has, or -1 after
   // the timeout.
   int wait_any(std::span<Operation* const> operations, double timeout_s);
@@ -134,7 +138,7 @@ class Engine {
   void as_driver(F f) {
     become_driver();
     run_as_driver(f);
-    if (background_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+    return_background();
   }
   // The same, if no other thread drives.
   template <class F>
