@@ -102,7 +102,7 @@ struct Avx2Int4 : Avx2, OfFormat<Format::int4> {
     const __m256i start = _mm256_add_epi32(_mm256_set1_epi32(int32_t(uint32_t(word) + keys.key0)),
                                            _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     const __m256i key1 = _mm256_set1_epi32(int32_t(keys.key1));
-    const __m256 scale = _mm256_set1_ps(PlainInt4::scale_of(step));
+    const __m256 inverse = _mm256_set1_ps(1 / step), unit = _mm256_set1_ps(0x1p16f);
     auto scrambled = [&](size_t i) {  // scramble_keyed
       __m256i x = _mm256_add_epi32(start, _mm256_set1_epi32(int32_t(i / 2)));
       x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
@@ -112,7 +112,7 @@ struct Avx2Int4 : Avx2, OfFormat<Format::int4> {
       return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
     };
     auto level = [&](size_t i, __m256i random) {
-      __m256i fixed = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(v + i), scale));
+      __m256i fixed = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(v + i), inverse), unit));
       return _mm256_srai_epi32(_mm256_add_epi32(fixed, random), 16);
     };
     const __m256i half = _mm256_set1_epi32(0xffff), top = _mm256_set1_epi8(7), bottom = _mm256_set1_epi8(-7);

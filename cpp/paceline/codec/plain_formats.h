@@ -95,7 +95,6 @@ struct PlainInt8 : Plain, OfFormat<Format::int8> {
 // kept. Whole numbers do not change.
 struct PlainInt4 : Plain, OfFormat<Format::int4> {
   static constexpr size_t kHalf = kValues / 2;
-  static float scale_of(float step) { return 1 / step * 0x1p16f; }
   static void encode(const float* v, size_t, const Draw& draw, uint64_t at, uint8_t* to) {
     const float step = step_of(largest_bits(v, kValues), 7);
     std::memcpy(to, &step, 4);
@@ -103,12 +102,13 @@ struct PlainInt4 : Plain, OfFormat<Format::int4> {
       std::memset(to + 4, 0, kHalf);
       return;
     }
-    const float scale = scale_of(step);
+    const float inverse = 1 / step;  // times 2^16 it may be infinite
     alignas(64) uint32_t random[kValues];
     alignas(64) int32_t level[kValues];
     draw_numbers(draw, at, kValues, random);
     for (size_t i = 0; i < kValues; ++i) {
-      const auto fixed = int32_t(std::bit_cast<uint32_t>(v[i] * scale + kRounder) - std::bit_cast<uint32_t>(kRounder));
+      const auto fixed =
+          int32_t(std::bit_cast<uint32_t>(v[i] * inverse * 0x1p16f + kRounder) - std::bit_cast<uint32_t>(kRounder));
       level[i] = std::min(std::max((fixed + int32_t(random[i])) >> 16, -7), 7);
     }
     for (size_t i = 0; i < kHalf; ++i) to[4 + i] = uint8_t((level[i] & 15) | (level[i + kHalf] & 15) << 4);
