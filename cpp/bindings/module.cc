@@ -443,7 +443,7 @@ NB_MODULE(_core, m) {
       .def("failed", [](PyGroup& g) { return g.get().failed(); })
       .def("add_channel", &PyGroup::add_channel, "member"_a, "lane"_a, "fd"_a, "keys"_a = nb::none())
       .def("all_reduce", &PyGroup::all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
-      .def("all_reduce_tensor", &PyGroup::all_reduce_tensor, "tensor"_a, "op"_a)
+      .def("all_reduce_tensor", &PyGroup::all_reduce_tensor, "tensor"_a.none(), "op"_a)
       .def("start_all_reduce", &PyGroup::start_all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a,
            "shape"_a)
       .def("run", &PyGroup::run, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)

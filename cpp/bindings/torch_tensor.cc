@@ -134,7 +134,7 @@ void register_torch_tensor(nb::module_& m) {
         TensorMemory memory;
         return read_tensor(tensor.ptr(), memory);
       },
-      nb::arg("tensor"));
+      nb::arg("tensor").none());
 }
 
 }  // namespace paceline

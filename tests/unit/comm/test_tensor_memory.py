@@ -37,6 +37,7 @@ def other_tensors() -> dict[str, object]:
     return {
         "array": plain.numpy(),
         "number": 1.0,
+        "nothing": None,
         "transposed": plain.t(),
         "columns": plain[:, 1:],
         "expanded": torch.ones(1).expand(3),
