@@ -2,6 +2,7 @@
 
     python bench/allreduce.py              all figures, about four minutes
     python bench/allreduce.py --quick      a smoke test, under a minute
+    python bench/allreduce.py --ranks 2 --sizes 1 4     1 KB, and these sizes in MB, 2 ranks
 
 Two ranks and four, on this host. "paceline" reduces tensors in engine memory where they lie,
 "paceline out" does so into another tensor, "paceline ordinary" takes any tensor, "paceline-torch"
@@ -85,9 +86,16 @@ class Bench:
             return []
 
 
-def closing_lines(latency: Section, two: Section, four: Section) -> list[tuple[str, str, str]]:
-    against, peers = figures.against, figures.PEERS
-    return [
+def closing_lines(
+    latency: Section | None, two: Section | None, four: Section | None
+) -> list[tuple[str, str, str]]:
+    """The promised figures of what was measured."""
+    peers, small = figures.PEERS, latency
+
+    def against(section: Section | None, label: str, others: Sequence[str]) -> str:
+        return "" if section is None else figures.against(section, label, others)
+
+    lines = [
         ("2 ranks, engine memory / gloo", "must 5", against(two, "paceline", ["gloo"])),
         ("2 ranks, engine memory / limit", "goal 0.85", against(two, "paceline", ["limit"])),
         (
@@ -101,7 +109,7 @@ def closing_lines(latency: Section, two: Section, four: Section) -> list[tuple[s
             "goal 1",
             against(two, "paceline-torch", peers),
         ),
-        ("1 KB, engine memory / gloo", "must 20", against(latency, "paceline", ["gloo"])),
+        ("1 KB, engine memory / gloo", "must 20", against(small, "paceline", ["gloo"])),
         ("4 ranks, engine memory / gloo", "must 3", against(four, "paceline", ["gloo"])),
         (
             "4 ranks, engine memory / best of MPI, DeepSpeed",
@@ -109,6 +117,7 @@ def closing_lines(latency: Section, two: Section, four: Section) -> list[tuple[s
             against(four, "paceline", peers),
         ),
     ]
+    return [line for line in lines if line[2]]
 
 
 def main() -> None:
@@ -116,20 +125,31 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few samples of small sizes")
     default = Path(__file__).parent / "peers"
     parser.add_argument("--peers", type=Path, default=default, help="where MPI and DeepSpeed are")
+    parser.add_argument("--ranks", type=int, choices=(2, 4), help="only so many ranks")
+    parser.add_argument("--sizes", type=int, nargs="+", help="only these sizes, in MB")
     options = parser.parse_args()
     quick, bench, facts = options.quick, Bench(options.peers), machine()
     print("  ".join(f"{name}: {value}" for name, value in facts.items()))
 
-    with Session() as session:
-        runners = bench.runners(session, 2, variants=True)
-        small = [runner for runner in runners if runner.label != "paceline out"]
-        title = "all-reduce of 1 KB, 2 ranks, called from Python, 50 calls in a row (time of one)"
-        latency = bench.measure(title, small, _QUICK_LATENCY if quick else _LATENCY)
-        runners = [*runners, *bench.limits(session, 2)]
-        two = bench.measure("all-reduce, 2 ranks", runners, _QUICK_TWO if quick else _TWO_RANKS)
-    with Session() as session:
-        runners = bench.runners(session, 4, variants=False) + bench.limits(session, 4)
-        four = bench.measure("all-reduce, 4 ranks", runners, _QUICK_FOUR if quick else _FOUR_RANKS)
+    def chosen(plans: list[Plan]) -> list[Plan]:
+        sizes = [size * _MB for size in options.sizes or ()]
+        return [plan for plan in plans if not sizes or plan.num_bytes in sizes]
+
+    latency = two = four = None
+    if options.ranks != 4:
+        with Session() as session:
+            runners = bench.runners(session, 2, variants=True)
+            small = [runner for runner in runners if runner.label != "paceline out"]
+            title = "all-reduce of 1 KB, 2 ranks, called from Python, 50 calls in a row (of one)"
+            latency = bench.measure(title, small, _QUICK_LATENCY if quick else _LATENCY)
+            runners = [*runners, *bench.limits(session, 2)]
+            plans = chosen(_QUICK_TWO if quick else _TWO_RANKS)
+            two = bench.measure("all-reduce, 2 ranks", runners, plans)
+    if options.ranks != 2:
+        with Session() as session:
+            runners = bench.runners(session, 4, variants=False) + bench.limits(session, 4)
+            plans = chosen(_QUICK_FOUR if quick else _FOUR_RANKS)
+            four = bench.measure("all-reduce, 4 ranks", runners, plans)
 
     figures.show(closing_lines(latency, two, four))
     content = {

@@ -16,6 +16,7 @@
 #include "errors.h"
 #include "kernels.h"
 #include "private_view.h"
+#include "torch_tensor.h"
 #include "paceline/base/clock.h"
 #include "paceline/collectives/group.h"
 #include "paceline/reduce/kernels.h"
@@ -231,9 +232,17 @@ class PyGroup {
 
   // A separate path without lists for the most frequent call.
   void all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
-    auto group = hold();
-    auto operation = group->submit(reduction(in, out, count, dtype, op, std::move(shape)), false);
-    wait_for(*group, *operation, kForever);
+    run_all_reduce(reduction(in, out, count, dtype, op, std::move(shape)));
+  }
+  // In place, of a plain torch tensor. False if it is anything else, or the reduction is not defined for its dtype:
+  // then nothing has happened, and the caller takes the long way, which reports errors.
+  bool all_reduce_tensor(nb::handle tensor, int op) {
+    TensorMemory memory;
+    if (!read_tensor(tensor.ptr(), memory) || !is_defined(ReduceOp(op), memory.dtype)) return false;
+    auto data = uintptr_t(memory.data);
+    run_all_reduce(
+        reduction(data, data, memory.count, int(memory.dtype), op, {memory.shape, memory.shape + memory.ndim}));
+    return true;
   }
   PyWork start_all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
     return {group_, get().submit(reduction(in, out, count, dtype, op, std::move(shape)), true), nullptr, nullptr};
@@ -304,6 +313,18 @@ class PyGroup {
   }
 
  private:
+  // To release the GIL would take longer than a small one.
+  void run_all_reduce(Request request) {
+    auto group = hold();
+    OperationPtr rest;
+    if (request.inputs[0].count * request.element_bytes() > kSlotBytes) {
+      nb::gil_scoped_release release;
+      rest = group->all_reduce(std::move(request));
+    } else {
+      rest = group->all_reduce(std::move(request));
+    }
+    if (rest) wait_for(*group, *rest, kForever);
+  }
   static Request reduction(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
     Request r;
     r.kind = Kind::all_reduce;
@@ -333,6 +354,7 @@ NB_MODULE(_core, m) {
   register_kernels(m);
   register_private_view(m);
   register_codecs(m);
+  register_torch_tensor(m);
   m.attr("DTYPES") = [] {
     nb::list names;
     for (int i = 0; i < int(DType::count_); ++i) names.append(name_of(DType(i)));
@@ -421,6 +443,7 @@ NB_MODULE(_core, m) {
       .def("failed", [](PyGroup& g) { return g.get().failed(); })
       .def("add_channel", &PyGroup::add_channel, "member"_a, "lane"_a, "fd"_a, "keys"_a = nb::none())
       .def("all_reduce", &PyGroup::all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
+      .def("all_reduce_tensor", &PyGroup::all_reduce_tensor, "tensor"_a.none(), "op"_a)
       .def("start_all_reduce", &PyGroup::start_all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a,
            "shape"_a)
       .def("run", &PyGroup::run, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)

@@ -201,6 +201,49 @@ void check_wait_any(Engine& engine, Group& g) {
   }
 }
 
+// Small all-reduces that end without an operation, between ones in the background and on other threads. Ranks are late
+// in turns, so that some must wait for longer than the looks last.
+void check_short_way(Engine& engine, Group& g) {
+  const int n = g.size(), me = g.rank();
+  constexpr size_t kShared = 10001;
+  auto* shared = static_cast<float*>(engine.arena().allocate(kShared * sizeof(float)));
+  for (int round = 0; round < 300; ++round) {
+    if (round % 7 == 0 && round / 7 % n == me) std::this_thread::sleep_for(std::chrono::microseconds(300));
+    std::vector<float> background(64, float(me)), v(256, float(me + round));
+    OperationPtr other;
+    if (round % 5 == 0) other = g.submit(all_reduce(background, ReduceOp::sum), true);
+    if (auto rest = g.all_reduce(all_reduce(v, ReduceOp::sum))) g.wait(*rest, 30);
+    for (float x : v) CHECK(x == float(n * (n - 1) / 2 + n * round));
+    std::fill(shared, shared + kShared, float(me + 2 * round));
+    Request large{Kind::all_reduce, DType::float32, ReduceOp::mean, 0, {{shared, kShared}}, {{shared, kShared}}, {}};
+    if (auto rest = g.all_reduce(std::move(large))) g.wait(*rest, 30);
+    for (size_t i = 0; i < kShared; ++i) CHECK(shared[i] == float(n - 1) / 2 + float(2 * round));
+    if (other) {
+      g.wait(*other, 30);
+      for (float x : background) CHECK(x == float(n * (n - 1) / 2));
+    }
+  }
+  // Several threads: the calls pair up in any order, but each rank makes as many, with the same values.
+  std::vector<std::thread> threads;
+  std::atomic<int> right{0};
+  for (int t = 0; t < 3; ++t)
+    threads.emplace_back([&] {
+      for (int i = 0; i < 200; ++i) {
+        std::vector<float> v(16, float(me));
+        if (auto rest = g.all_reduce(all_reduce(v, ReduceOp::max))) g.wait(*rest, 30);
+        right += v[15] == float(n - 1);
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(right == 3 * 200);
+  std::vector<float> v(me == 0 ? 4 : 5);
+  auto error = test::error_of([&] {
+    if (auto rest = g.all_reduce(all_reduce(v, ReduceOp::sum))) g.wait(*rest, 30);
+  });
+  CHECK(error.kind == ErrorKind::collective_mismatch);
+  engine.arena().free(shared);
+}
+
 // Several threads of one process wait at once; one drives, the others watch.
 void check_threads(Engine&, Group& g) {
   std::vector<std::thread> threads;
@@ -248,6 +291,12 @@ TEST(wait_any_finds_every_question) {
 TEST(several_threads_wait) {
   on_ranks(2, 2, check_threads);
   on_ranks(2, 1, check_threads);
+}
+
+TEST(small_all_reduces_take_the_short_way) {
+  on_ranks(2, 2, check_short_way);
+  on_ranks(3, 3, check_short_way);
+  on_ranks(2, 1, check_short_way);
 }
 
 TEST(mismatch_reaches_all_ranks) {

@@ -198,6 +198,26 @@ def check_numpy(group: Group, count: int) -> None:
     require_same(mixed, fold(inputs, "sum"), "an array into a tensor")
 
 
+def check_mixed_kinds(group: Group, count: int) -> None:
+    """Each rank passes another kind of tensor: the core reads some of them, Python the others."""
+    n, me = group.size, group.rank
+    inputs = [values(r, count, "float32") for r in range(n)]
+    total, mine = fold(inputs, "sum"), inputs[me]
+    negative = torch._neg_view(-mine)
+    kinds = [placed("engine", mine), mine.numpy().copy(), negative, mine.clone().requires_grad_()]
+    for turn in range(len(kinds)):
+        tensor = kinds[(me + turn) % len(kinds)]
+        again = tensor.copy() if isinstance(tensor, np.ndarray) else tensor.detach().clone()
+        group.all_reduce(again)
+        require_same(torch.as_tensor(again), total, f"kind {(me + turn) % len(kinds)}")
+    group.all_reduce(negative)
+    require_same(negative.resolve_neg(), total, "a negative view in place")
+    with pytest.raises(pl.errors.UnsupportedTensor, match="would not be an integer"):
+        group.all_reduce(torch.ones(3, dtype=torch.int32), "mean")
+    with pytest.raises(pl.errors.UsageError, match="unknown reduction"):
+        group.all_reduce(mine, "median")
+
+
 # -- the tests ------------------------------------------------------------------------------------
 
 
@@ -257,6 +277,7 @@ def test_strided_zero_dimensional_and_numpy(place: str) -> None:
         check_zero_dimensional(group)
         for count in (5, 40_000):
             check_numpy(group, count)
+            check_mixed_kinds(group, count)
 
     run(place, battery)
 

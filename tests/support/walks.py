@@ -21,6 +21,7 @@ from support.passages import OWN
 
 ROOT = Path(__file__).resolve().parents[2]
 CPP_LEAVES = {
+    "bindings/torch_tensor.cc": "reads and copies the memory of tensors",
     "paceline/transport/arena.cc": "finds memory of this process",
     "paceline/transport/local_link.cc": "finds memory of another process",
     "paceline/transport/segment.cc": "maps memory",

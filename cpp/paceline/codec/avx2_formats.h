@@ -95,20 +95,36 @@ struct Avx2Int4 : Avx2, OfFormat<Format::int4> {
       std::memset(to + 4, 0, kHalf);
       return;
     }
-    alignas(64) uint32_t random[kValues];
-    draw_numbers(draw, at, kValues, random);
-    const __m256 inverse = _mm256_set1_ps(1 / step), unit = _mm256_set1_ps(0x1p24f);
-    auto level = [&](size_t i) {
-      __m256 scaled = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(v + i), inverse), unit);
-      __m256i fixed = _mm256_add_epi32(_mm256_cvttps_epi32(scaled), _mm256_srli_epi32(load_bits(random + i), 8));
-      __m256i rounded = _mm256_srai_epi32(fixed, 24);
-      return _mm256_min_epi32(_mm256_max_epi32(rounded, _mm256_set1_epi32(-7)), _mm256_set1_epi32(7));
+    // Sixteen levels from eight words; blocks that do not begin with a sixteen are rare.
+    if (!is_aligned(draw, at, kValues)) return PlainInt4::encode(v, kValues, draw, at, to);
+    const uint64_t word = word_of(draw.first + at);
+    const WordKeys keys = keys_of(draw, word);
+    const __m256i start = _mm256_add_epi32(_mm256_set1_epi32(int32_t(uint32_t(word) + keys.key0)),
+                                           _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i key1 = _mm256_set1_epi32(int32_t(keys.key1));
+    const __m256 inverse = _mm256_set1_ps(1 / step), unit = _mm256_set1_ps(0x1p16f);
+    auto scrambled = [&](size_t i) {  // scramble_keyed
+      __m256i x = _mm256_add_epi32(start, _mm256_set1_epi32(int32_t(i / 2)));
+      x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+      x = _mm256_xor_si256(_mm256_mullo_epi32(x, _mm256_set1_epi32(0x7feb352d)), key1);
+      x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
+      x = _mm256_mullo_epi32(x, _mm256_set1_epi32(int32_t(0x846ca68bu)));
+      return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+    };
+    auto level = [&](size_t i, __m256i random) {
+      __m256i fixed = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(v + i), inverse), unit));
+      return _mm256_srai_epi32(_mm256_add_epi32(fixed, random), 16);
+    };
+    const __m256i half = _mm256_set1_epi32(0xffff), top = _mm256_set1_epi8(7), bottom = _mm256_set1_epi8(-7);
+    auto levels = [&](size_t i) {  // of 32 values
+      const __m256i a = scrambled(i), b = scrambled(i + 16);
+      __m256i all = narrow(level(i, _mm256_and_si256(a, half)), level(i + 8, _mm256_srli_epi32(a, 16)),
+                           level(i + 16, _mm256_and_si256(b, half)), level(i + 24, _mm256_srli_epi32(b, 16)));
+      return _mm256_min_epi8(_mm256_max_epi8(all, bottom), top);
     };
     const __m256i low = _mm256_set1_epi8(15);
     for (size_t i = 0; i < kHalf; i += 32) {
-      __m256i a = narrow(level(i), level(i + 8), level(i + 16), level(i + 24));
-      const size_t j = i + kHalf;
-      __m256i b = narrow(level(j), level(j + 8), level(j + 16), level(j + 24));
+      __m256i a = levels(i), b = levels(i + kHalf);
       // Bits shifted out of a byte's top get into the next byte's low half, and are masked there.
       b = _mm256_andnot_si256(low, _mm256_slli_epi16(b, 4));
       store_bits(to + 4 + i, _mm256_or_si256(_mm256_and_si256(a, low), b));

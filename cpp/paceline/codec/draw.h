@@ -26,15 +26,37 @@ inline uint32_t scramble_keyed(uint32_t x, uint32_t key0, uint32_t key1) {
   return x ^ x >> 16;
 }
 
-// numbers[i] = 32 random bits of element draw.first + at + i. The upper half of the index rarely changes, and goes into
-// the key.
+// One hash gives two elements 16 bits each: the elements j and j + 8 of every sixteen (by index) share a WORD, whose
+// lower half is that of j. So eight words in a vector are the numbers of sixteen neighbours, without a shuffle.
+constexpr size_t kPerWords = 16;
+
+inline uint64_t word_of(uint64_t index) { return index / kPerWords * 8 + index % 8; }
+
+// The keys of a word. Its upper 32 bits rarely change, and are in the keys.
+struct WordKeys {
+  uint32_t key0, key1;
+};
+inline WordKeys keys_of(const Draw& draw, uint64_t word) {
+  const uint64_t key = key_of(draw.key ^ key_of(word >> 32));
+  return {uint32_t(key), uint32_t(key >> 32)};
+}
+
+// Whether the words of these elements have the same keys, and the first element is the first of sixteen.
+inline bool is_aligned(const Draw& draw, uint64_t at, size_t count) {
+  const uint64_t first = draw.first + at;
+  return first % kPerWords == 0 && word_of(first) >> 32 == word_of(first + count - 1) >> 32;
+}
+
+// numbers[i] = 16 random bits of element draw.first + at + i.
 inline void draw_numbers(const Draw& draw, uint64_t at, size_t count, uint32_t* numbers) {
-  for (uint64_t index = draw.first + at; count;) {
-    const uint64_t key = key_of(draw.key ^ key_of(index >> 32));
-    const uint32_t low = uint32_t(index), key0 = uint32_t(key), key1 = uint32_t(key >> 32);
-    const size_t n = std::min<uint64_t>(count, (uint64_t(1) << 32) - low);
-    for (size_t i = 0; i < n; ++i) numbers[i] = scramble_keyed(low + uint32_t(i), key0, key1);
-    index += n, numbers += n, count -= n;
+  const uint64_t first = draw.first + at;
+  WordKeys keys = keys_of(draw, word_of(first));
+  uint64_t upper = word_of(first) >> 32;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t index = first + i, word = word_of(index);
+    if (word >> 32 != upper) keys = keys_of(draw, word), upper = word >> 32;
+    const uint32_t bits = scramble_keyed(uint32_t(word), keys.key0, keys.key1);
+    numbers[i] = index % kPerWords < 8 ? bits & 0xffff : bits >> 16;
   }
 }
 

@@ -91,7 +91,7 @@ struct PlainInt8 : Plain, OfFormat<Format::int8> {
   };
 };
 
-// Rounding at random in fixed point: a number with 24 bits after the point plus 24 random bits; the integer part is
+// Rounding at random in fixed point: a number with 16 bits after the point plus 16 random bits; the integer part is
 // kept. Whole numbers do not change.
 struct PlainInt4 : Plain, OfFormat<Format::int4> {
   static constexpr size_t kHalf = kValues / 2;
@@ -102,13 +102,14 @@ struct PlainInt4 : Plain, OfFormat<Format::int4> {
       std::memset(to + 4, 0, kHalf);
       return;
     }
-    const float inverse = 1 / step;
+    const float inverse = 1 / step;  // times 2^16 it may be infinite
     alignas(64) uint32_t random[kValues];
     alignas(64) int32_t level[kValues];
     draw_numbers(draw, at, kValues, random);
     for (size_t i = 0; i < kValues; ++i) {
-      int32_t rounded = (int32_t(v[i] * inverse * 0x1p24f) + int32_t(random[i] >> 8)) >> 24;
-      level[i] = std::min(std::max(rounded, -7), 7);
+      const auto fixed =
+          int32_t(std::bit_cast<uint32_t>(v[i] * inverse * 0x1p16f + kRounder) - std::bit_cast<uint32_t>(kRounder));
+      level[i] = std::min(std::max((fixed + int32_t(random[i])) >> 16, -7), 7);
     }
     for (size_t i = 0; i < kHalf; ++i) to[4 + i] = uint8_t((level[i] & 15) | (level[i + kHalf] & 15) << 4);
   }

@@ -122,6 +122,37 @@ OperationPtr Group::submit(Request request, bool background) {
   return enqueue(operation, OperationKind::collective, background);
 }
 
+OperationPtr Group::all_reduce(Request request) {
+  if (!team_ || spans_hosts() || engine_->in_forked_child()) return submit(std::move(request), false);
+  if (order_.exchange(1) == 2) throw Error(ErrorKind::usage, "this group runs operations by name: each needs one");
+  bool has_run = false;
+  OperationPtr rest;
+  std::exception_ptr error;
+  engine_->as_driver_if_free([&] {
+    take_inbox();
+    if (failure_ || !collectives_.empty()) return;
+    has_run = true;
+    const Descriptor shown = describe(request, ++number_);
+    try {
+      Team::Context c{request, shown, request.op == ReduceOp::mean ? size_t(size()) : 1};
+      Started started;
+      if (team_->try_reduce(c, engine_->num_looks(), started)) return;
+      // Before any operation that another thread submits from now on.
+      auto r = std::make_shared<Request>(std::move(request));
+      rest = std::make_shared<Operation>([this, r, shown, started] { return run(r, shown, started); },
+                                         [shown] { return to_text(shown); });
+      collectives_.push_back(rest);
+      ++num_submitted_;
+      engine_->announce_work(*rest);
+    } catch (const std::exception&) {
+      fail_now(error = std::current_exception());
+    }
+  });
+  if (has_run) engine_->return_background();
+  if (error) std::rethrow_exception(error);
+  return has_run ? rest : submit(std::move(request), false);
+}
+
 void Group::wait(Operation& operation, double timeout_s) {
   if (!engine_->wait(operation, timeout_s))
     throw Error(ErrorKind::peer_timeout,
@@ -129,13 +160,13 @@ void Group::wait(Operation& operation, double timeout_s) {
   operation.rethrow();
 }
 
-Task Group::run(std::shared_ptr<Request> request, Descriptor shown) {
+Task Group::run(std::shared_ptr<Request> request, Descriptor shown, Started started) {
   const Request& r = *request;
   size_t divisor = r.op == ReduceOp::mean ? size_t(size()) : 1;
   if (spans_hosts()) {
     co_await run_spanning(r, shown);
   } else if (team_) {
-    co_await team_->run(r, shown, divisor);
+    co_await team_->run(r, shown, divisor, started);
   } else {  // alone: every collective copies this rank's own part
     for (size_t i = 0; i < std::min(r.inputs.size(), r.outputs.size()); ++i)
       if (r.outputs[i].data != r.inputs[i].data)

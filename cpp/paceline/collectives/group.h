@@ -61,6 +61,9 @@ class Group final : public Pollable {
   void add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys = nullptr);
 
   OperationPtr submit(Request request, bool background);
+  // An all-reduce for which the caller waits at once. If it is small or in engine memory, nothing else is in flight and
+  // the other members are there, it ends here, without an operation (null); otherwise the operation is returned.
+  OperationPtr all_reduce(Request request);
   // Members may submit named operations in any order (named.h). A group has either these or the ones in order.
   OperationPtr submit_named(std::shared_ptr<NamedCall> call, bool background);
   OperationPtr submit_send(int member, uint64_t tag, Part part, DType dtype, bool background);
@@ -117,7 +120,7 @@ class Group final : public Pollable {
   void require_alive(int rank, const Operation& operation, Lane lane, double now);
   std::string peer_name(int global_rank);
 
-  Task run(std::shared_ptr<Request> request, Descriptor shown);
+  Task run(std::shared_ptr<Request> request, Descriptor shown, Started started = {});
   // named.cc
   Task run_named(std::shared_ptr<NamedCall> call);
   Task run_agreed(NamedCall& call, Team::Context* context, const std::vector<uint64_t>& sizes);

@@ -99,19 +99,23 @@ Task Team::stage_pieces(Context& c) {
 }
 
 // Two members: each publishes everything and folds everything. That moves as many cache lines between the cores
-// as slices do, with one synchronisation a chunk instead of two.
+// as slices do, with one synchronisation a chunk instead of two. The buffers are cut into smaller ones: what is
+// published is folded while it is in the L2 cache. No member has chunks of an earlier operation left to drain.
 Task Team::stage_pair(Context& c) {
+  constexpr size_t kBytes = 64 << 10;
+  constexpr uint64_t kBuffers = sizeof(Block::inputs) / kBytes;
   const Request& r = c.request;
   size_t es = r.element_bytes();
-  uint64_t chunk = per_chunk(kStageBytes, es), count = r.inputs[0].count;
+  auto buffer = [&](int member, uint64_t number) { return block(member).inputs[0] + number % kBuffers * kBytes; };
+  uint64_t chunk = per_chunk(kBytes, es), count = r.inputs[0].count;
   uint64_t num_chunks = (count + chunk - 1) / chunk, base = chunks_;
   chunks_ += num_chunks;
   const Part& in = r.inputs[0];
   for (uint64_t k = 0; k <= num_chunks; ++k) {
     if (k < num_chunks) {  // publish chunk k, one ahead of what is being folded
-      Reached room_again(*this, &Block::drained, k >= kStages ? base + k + 1 - kStages : 0);
+      Reached room_again(*this, &Block::drained, k >= kBuffers ? base + k + 1 - kBuffers : 0);
       co_await park(room_again);
-      std::memcpy(block(me_).inputs[(base + k) % kStages], at(in, k * chunk, es), clamp(k * chunk, chunk, count) * es);
+      std::memcpy(buffer(me_, base + k), at(in, k * chunk, es), clamp(k * chunk, chunk, count) * es);
       post(&Block::filled, base + k + 1);
     }
     if (k == 0) continue;
@@ -120,7 +124,7 @@ Task Team::stage_pair(Context& c) {
     co_await park(all);
     const void* sources[2];
     sources[me_] = at(in, j * chunk, es);
-    sources[1 - me_] = block(1 - me_).inputs[(base + j) % kStages];
+    sources[1 - me_] = buffer(1 - me_, base + j);
     void* to = at(r.outputs[0], j * chunk, es);
     reduce({r.dtype, r.op, c.divisor}, sources, 2, &to, 1, clamp(j * chunk, chunk, count), false);
     post(&Block::drained, base + j + 1);

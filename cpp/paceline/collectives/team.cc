@@ -107,8 +107,12 @@ uint64_t Team::handed_over(const Context& c) const {
   return bytes;
 }
 
-Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) {
-  Context c{request, shown, divisor};
+Task Team::run(const Request& request, const Descriptor& shown, size_t divisor, Started started) {
+  Context c{request, shown, divisor, started.op};
+  if (started.is_reduced) {
+    co_await end(c);
+    co_return;
+  }
   co_await begin(c);
   co_await run_resolved(c);
 }
@@ -120,19 +124,51 @@ Task Team::run_resolved(Context& c) {
 }
 
 Task Team::arrive(Context& c) {
-  c.op = ++op_;
-  post_request(c);
+  if (!c.op) {
+    c.op = ++op_;
+    post_request(c);
+  }
   Reached arrived(*this, &Block::arrived, c.op);
   co_await park(arrived);
   // A member may have arrived and failed: its request is no longer valid.
-  if (auto failure = published_failure()) std::rethrow_exception(failure);
+  if (has_failure()) std::rethrow_exception(published_failure());
+}
+
+void Team::compare(Context& c) {
+  const Descriptor& first = c.descriptor_of(*this, 0);
+  for (int m = 1; m < size(); ++m) require_match(first, rank_of(0), c.descriptor_of(*this, m), rank_of(m));
+  resolve(c);
 }
 
 Task Team::begin(Context& c) {
   co_await arrive(c);
-  const Descriptor& first = c.descriptor_of(*this, 0);
-  for (int m = 1; m < size(); ++m) require_match(first, rank_of(0), c.descriptor_of(*this, m), rank_of(m));
-  resolve(c);
+  compare(c);
+}
+
+bool Team::try_reduce(Context& c, int num_looks, Started& started) {
+  auto comes = [&](Counter Block::* counter) {
+    Reached reached(*this, counter, c.op);
+    for (int looks = 0; !reached.ready(); cpu_pause())
+      if (++looks >= num_looks) return false;
+    return true;
+  };
+  started.op = c.op = ++op_;
+  post_request(c);
+  if (!comes(&Block::arrived)) return false;
+  if (has_failure()) std::rethrow_exception(published_failure());
+  for (int m = 0; m < size(); ++m) {
+    const Descriptor& d = c.descriptor_of(*this, m);
+    if (d.placement == Placement::staged || (d.placement == Placement::exposed && !d.output.segment)) return false;
+  }
+  compare(c);
+  if (c.placement == Placement::in_slot) {
+    take_whole(c);
+    return true;
+  }
+  reduce_slice(c);
+  started.is_reduced = true;
+  post(&Block::finished, c.op);
+  return comes(&Block::finished);
 }
 
 Task Team::meet(Context& c, std::vector<Descriptor>& calls) {

@@ -51,6 +51,12 @@ struct Block {
   alignas(64) std::byte results[kStages][kStageBytes];
 };
 
+// How far an operation has come before there is a coroutine for it.
+struct Started {
+  uint64_t op = 0;  // its number, if the request has been posted
+  bool is_reduced = false;
+};
+
 class Team {
  public:
   // Collective among the members (global ranks, in group order). The first one creates the segment and sends its
@@ -68,9 +74,13 @@ class Team {
 
   // Runs one operation among the members. `request.root` is a team index; parts are per team member.
   // `shown` is what the user called (compared and named in errors), `divisor` divides a reduction's result.
-  Task run(const Request& request, const Descriptor& shown, size_t divisor);
+  // `started`: how far try_reduce() has come with it.
+  Task run(const Request& request, const Descriptor& shown, size_t divisor, Started started = {});
 
   struct Context;  // one operation in flight
+  // Starts an all-reduce, and finishes it if its inputs can be read in place and the other members are there, or come
+  // within so many looks. False if it has not ended: run() goes on with it.
+  bool try_reduce(Context& c, int num_looks, Started& started);
   // The two ends of an operation whose middle the caller does: begin() returns when all members have arrived and their
   // requests match, end() when no member uses the memory of another one any more.
   Task begin(Context& c);
@@ -102,6 +112,7 @@ class Team {
   Task stage_pair(Context& c);
   void post_request(Context& c);
   Task arrive(Context& c);
+  void compare(Context& c);
   uint64_t handed_over(const Context& c) const;
   void take_whole(const Context& c);
   void reduce_slice(const Context& c);

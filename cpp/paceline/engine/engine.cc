@@ -117,7 +117,7 @@ int Engine::wait_any(std::span<Operation* const> operations, double timeout_s) {
     if (try_become_driver() || watch_driver(operations, deadline)) run_as_driver([&] { drive(operations, deadline); });
     ready = first_finished(operations);
   } while (ready < 0 && now_s() < deadline);
-  if (background_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+  return_background();
   return ready;
 }
 

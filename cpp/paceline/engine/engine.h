@@ -122,6 +122,10 @@ class Engine {
   void work_finished(const Operation& operation);
   // Wakes the progress thread to drive the operations in the background.
   void call_progress_thread();
+  // After this thread has driven: the progress thread may have found no room to drive, and gone to sleep.
+  void return_background() {
+    if (background_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+  }
   // Blocks until one of these operations has finished or failed; returns the index of the first that has, or -1 after
   // the timeout.
   int wait_any(std::span<Operation* const> operations, double timeout_s);
@@ -135,13 +139,17 @@ class Engine {
   void as_driver(F f) {
     become_driver();
     run_as_driver(f);
-    if (background_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+    return_background();
   }
   // The same, if no other thread drives.
   template <class F>
   void as_driver_if_free(F f) {
     if (contenders_.load(std::memory_order_relaxed) == 0 && drive_mu_.try_lock()) run_as_driver(f);
   }
+
+  // How often a thread should look for what another process is about to do before it waits properly: for some
+  // microseconds, or only once if there are more processes than cores.
+  int num_looks() const { return spin_s_.load(std::memory_order_relaxed) > 0 ? kLooks : 1; }
 
   // The operations that have waited long, and for which ranks. Any thread; does not disturb the driver.
   std::vector<LongWait> long_waits();
@@ -157,6 +165,7 @@ class Engine {
   bool in_forked_child() const { return in_forked_child_; }
 
  private:
+  static constexpr int kLooks = 200;
   bool poll_all();
   bool awaits_rest() const;
   void drive(std::span<Operation* const> until, double deadline_s);

@@ -3,6 +3,8 @@
 // and written to every destination, with prefetching and optional streaming stores.
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "paceline/reduce/bits_avx2.h"
 #include "paceline/reduce/blockwise.h"
 #include "paceline/reduce/kernel_set.h"
@@ -26,11 +28,18 @@ inline void store_line(float* to, __m256 lo, __m256 hi, bool streaming) {
 
 inline void prefetch(const float* p) { _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0); }
 
-// N > 0: number of sources known at compile time; 0: taken from num_sources.
-template <size_t N, bool streaming, bool divide>
-void sum_lines(const float* const* src, size_t num_sources, float* const* dst, size_t num_dst, size_t lines,
-               __m256 divisor) {
-  const size_t n = N ? N : num_sources;
+// N and M > 0: numbers of sources and destinations, known at compile time; 0: taken from num_sources and num_dst. The
+// pointers are copied to where no store can change them: otherwise they would be read again for every line.
+template <size_t N, size_t M, bool streaming, bool divide>
+void sum_lines(const float* const* sources, size_t num_sources, float* const* destinations, size_t num_dst,
+               size_t lines, __m256 divisor) {
+  const size_t n = N ? N : num_sources, m = M ? M : num_dst;
+  const float* some_sources[N ? N : 1];
+  float* some_destinations[M ? M : 1];
+  if (N) std::copy_n(sources, N, some_sources);
+  if (M) std::copy_n(destinations, M, some_destinations);
+  const float* const* src = N ? some_sources : sources;
+  float* const* dst = M ? some_destinations : destinations;
   for (size_t i = 0; i < lines * kLine; i += kLine) {
     prefetch(src[0] + i);
     __m256 lo = _mm256_loadu_ps(src[0] + i), hi = _mm256_loadu_ps(src[0] + i + 8);
@@ -43,18 +52,18 @@ void sum_lines(const float* const* src, size_t num_sources, float* const* dst, s
       lo = _mm256_div_ps(lo, divisor);
       hi = _mm256_div_ps(hi, divisor);
     }
-    for (size_t j = 0; j < num_dst; ++j) store_line(dst[j] + i, lo, hi, streaming);
+    for (size_t j = 0; j < m; ++j) store_line(dst[j] + i, lo, hi, streaming);
   }
   if (streaming) _mm_sfence();
 }
 
 template <bool streaming, bool divide>
 void sum_lines_of(const float* const* src, size_t n, float* const* dst, size_t m, size_t lines, __m256 divisor) {
-  switch (n) {
-    case 2: return sum_lines<2, streaming, divide>(src, n, dst, m, lines, divisor);
-    case 4: return sum_lines<4, streaming, divide>(src, n, dst, m, lines, divisor);
-    default: return sum_lines<0, streaming, divide>(src, n, dst, m, lines, divisor);
-  }
+  if (n == 2 && m == 1) return sum_lines<2, 1, streaming, divide>(src, n, dst, m, lines, divisor);
+  if (n == 2 && m == 2) return sum_lines<2, 2, streaming, divide>(src, n, dst, m, lines, divisor);
+  if (n == 4 && m == 1) return sum_lines<4, 1, streaming, divide>(src, n, dst, m, lines, divisor);
+  if (n == 4 && m == 4) return sum_lines<4, 4, streaming, divide>(src, n, dst, m, lines, divisor);
+  sum_lines<0, 0, streaming, divide>(src, n, dst, m, lines, divisor);
 }
 
 void sum_float32(size_t divisor, const void* const* sources, size_t n, void* const* destinations, size_t m,

@@ -28,7 +28,25 @@ FLOATING = frozenset(_CODES[name] for name in ("float32", "float64", "float16", 
 _OPS = {name: code for code, name in enumerate(_core.OPS)}
 _OPS["avg"] = _OPS["mean"]
 _OPS["prod"] = _OPS["product"]
+# Of these types the engine reads most tensors by itself; `Buffer` reads the others.
+_core.use_tensor_types(torch.Tensor, torch.nn.Parameter)
+
 _BITWISE = frozenset(_OPS[name] for name in ("band", "bor", "bxor"))
+
+
+def can_read(tensor: torch.Tensor) -> bool:
+    """Return whether the core reads the memory of this tensor by itself."""
+    return _core.reads_tensor(tensor)
+
+
+def dtype_code(tensor: torch.Tensor) -> int:
+    """Return the engine's number of a tensor's dtype; raise UnsupportedTensor if it has none."""
+    return _torch_code(tensor)
+
+
+def known_op(op: str) -> int | None:
+    """Return the engine's number of a reduction, or None if there is none of that name."""
+    return _OPS.get(op)
 
 
 class Buffer:

@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 
+from paceline import _core
 from paceline.comm.devices import in_own_storage, is_on_device
 from paceline.comm.shared_memory import HostTensor
+from paceline.comm.tensors import can_read, dtype_code
 from paceline.data_parallel.device_streams import BucketStreams
 
 _LINE_BYTES = 64
@@ -197,6 +199,39 @@ class ParamSlot:
         return True
 
 
+class GradientGatherer:
+    """Copies the gradients of some parameters into the bucket, in one call.
+
+    The core copies what it can: contiguous gradients on the CPU. It takes less than half of the
+    time of as many copies by torch, each of which takes longer than moving a small tensor's bytes.
+    """
+
+    def __init__(self, slots: Sequence[ParamSlot]) -> None:
+        self._slots = slots
+        self._params = [slot.param for slot in slots]
+        self._places = [slot.grad.data_ptr() for slot in slots]
+        # One that is not contiguous keeps its strides, which the core does not know.
+        self._counts = [slot.segment.count if can_read(slot.grad) else 0 for slot in slots]
+        self._dtype = dtype_code(slots[0].grad) if any(self._counts) else None
+
+    def gather(self, numbers: Sequence[int] | None = None) -> None:
+        """Copy `param.grad`, which each of the parameters (or those with these numbers) has."""
+        params, places, counts = self._params, self._places, self._counts
+        if numbers is not None:
+            params, places = [params[i] for i in numbers], [places[i] for i in numbers]
+            counts = [counts[i] for i in numbers]
+        left: Sequence[int] = range(len(params))
+        if params and self._dtype is not None:
+            left = _core.copy_gradients(params, places, counts, self._dtype)
+        if not left:
+            return
+        slots = self._slots if numbers is None else [self._slots[i] for i in numbers]
+        grads: list[Any] = [params[i].grad for i in left]
+        if not all([grad.layout is torch.strided for grad in grads]):
+            grads = [grad.to_dense() for grad in grads]
+        torch._foreach_copy_([slots[i].grad for i in left], grads)
+
+
 class Bucket:
     """Some parameters, in order, with their flat tensors."""
 
@@ -227,7 +262,7 @@ class Bucket:
         self.slots = [ParamSlot(self, one, first_slot + i) for i, one in enumerate(segments)]
         self._small = [slot for slot in self.slots if slot.is_small]
         self._small_params = [slot.param for slot in self._small]
-        self._small_grads = [slot.grad for slot in self._small]
+        self._gatherer = GradientGatherer(self._small)
         self._is_all_stale = False  # so are all of the small ones
         self._wanted = 0
         self.missing = 0  # gradients that are not ready yet in this backward pass
@@ -285,19 +320,15 @@ class Bucket:
 
     def flush(self) -> None:
         """Copy the small gradients that are ready, all at once."""
-        params, views = self._small_params, self._small_grads
         if self.missing or self._wanted < len(self.slots):
-            ready = [slot for slot in self._small if slot.ready]
-            params, views = [slot.param for slot in ready], [slot.grad for slot in ready]
-            self._note_stale(ready)
-        elif not self._is_all_stale:
+            ready = [number for number, slot in enumerate(self._small) if slot.ready]
+            self._note_stale([self._small[number] for number in ready])
+            self._gatherer.gather(ready)
+            return
+        if not self._is_all_stale:
             self._note_stale(self._small)
             self._is_all_stale = True
-        if params:
-            grads: list[Any] = [param.grad for param in params]  # a slot that is ready has one
-            if not all([grad.layout is torch.strided for grad in grads]):
-                grads = [grad.to_dense() for grad in grads]
-            torch._foreach_copy_(views, grads)
+        self._gatherer.gather()
 
     def join_streams(self) -> None:
         """On a device: let the current stream wait for all gradients of this pass."""

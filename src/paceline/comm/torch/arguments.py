@@ -106,6 +106,11 @@ def raw_buffer(tensor: Tensor) -> Buffer:
     return Buffer(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor)
 
 
+def known_op(op: Any) -> int | None:
+    """Return the engine's number of a reduction, or None if there is none."""
+    return _OPS.get(op.op)
+
+
 def op_code(op: Any, dtype: int) -> int:
     """Return the engine's number of a reduction; raise if the dtype does not support it."""
     code = _OPS.get(op.op)
