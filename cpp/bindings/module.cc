@@ -16,6 +16,7 @@
 #include "errors.h"
 #include "kernels.h"
 #include "private_view.h"
+#include "ready_hook.h"
 #include "paceline/base/clock.h"
 #include "paceline/collectives/group.h"
 #include "paceline/reduce/kernels.h"
@@ -332,6 +333,7 @@ NB_MODULE(_core, m) {
   register_errors();
   register_kernels(m);
   register_private_view(m);
+  register_ready_hook(m);
   register_codecs(m);
   m.attr("DTYPES") = [] {
     nb::list names;

@@ -3,6 +3,7 @@
 A mutant is one file with one change:
 
     record   an event is not recorded           `event.record(stream)`, `mark(device)`
+             a gradient's stream is not noted   `streams.note()`, `ReadyHook(..., streams)`
     stream   a stream does not wait             `stream.wait_event(e)`, `bucket.join_streams()`
     host     a host thread does not wait        `event.synchronize()`, `errand.wait()`
     query    an event is said to be complete    `event.query()`, `copied.done()`
@@ -167,6 +168,8 @@ def _changes(
         yield "query", node, "True"
     elif name == "record_stream" or (name == "append" and "in_flight" in receiver):
         yield "hold", node, "None"
+    elif name == "ReadyHook":
+        yield "record", node.args[-1], "None"
     elif name in HOLDERS:
         yield from _memory_of(node.args[-1])
 
