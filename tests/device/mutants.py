@@ -14,7 +14,8 @@ change nothing are in equivalent_mutants.txt, with the reason; for any other a t
 
 A test that does not end fails at its time limit, and on a busy machine any test may. So a mutant
 counts as killed by that only if the same test ends without the change and once more not with it.
-The files of the checkout are never changed (mutation_runs.py).
+The files of the checkout are never changed (mutation_runs.py). Ranks are forked from one process,
+so a mutant costs what its tests cost.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import json
 import re
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from mutation_points import Mutant, all_mutants, files  # noqa: E402
 from mutation_runs import NO_END, ROOT, changed_modules, reach, run_tests  # noqa: E402
@@ -83,6 +85,13 @@ def try_mutant(mutant: Mutant, hint: str, tests: list[str]) -> Result:
             ordered = ordered[ordered.index(failed) + 1 :]  # of no use: the machine was busy
     sign = "" if tests else "no test reaches it"
     return Result("", sign, time.monotonic() - began)
+
+
+def attempt(
+    mutant: Mutant, hint: str, tests: list[str], until_s: float
+) -> tuple[Mutant, Result] | None:
+    """Try a mutant unless the time is over; in a process of the pool."""
+    return None if time.monotonic() > until_s else (mutant, try_mutant(mutant, hint, tests))
 
 
 def _hangs_again(mutant: Mutant, directory: Path, test: str) -> bool:
@@ -212,14 +221,18 @@ def main(arguments: list[str]) -> int:
     if left and not progress.reached:
         progress.note_reached(reach(everything, suite()))
 
-    def attempt(mutant: Mutant) -> tuple[Mutant, Result] | None:
-        if time.monotonic() - began_s > options.seconds:
-            return None
-        hint, tests = progress.hints.get(mutant.name, ""), progress.reached[mutant.name]
-        return mutant, try_mutant(mutant, hint, tests)
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, result in filter(None, pool.map(attempt, left)):
+    until_s = began_s + options.seconds
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:
+        running = [
+            pool.submit(
+                attempt, m, progress.hints.get(m.name, ""), progress.reached[m.name], until_s
+            )
+            for m in left
+        ]
+        for ended in as_completed(running):
+            if (found := ended.result()) is None:
+                continue
+            mutant, result = found
             progress.add(mutant, result)
             state = f"{result.sign} in {result.killer}" if result.killer else "SURVIVED"
             print(f"{result.seconds:5.0f} s  {mutant.name}: {state}", flush=True)

@@ -1,16 +1,18 @@
-"""Run device tests with changed modules, and find out which tests reach which place.
+"""Run device tests with changed code, and find out which tests reach which place.
 
-The files of the checkout are never changed: a directory on PYTHONPATH holds changed modules, and an
-import hook there (sitecustomize) replaces the ones of the checkout, in every process of a test.
+The files of the checkout are never changed: ranks replace code of functions (support/changed_code).
+Tests run in a fork of this process, and their ranks in forks of one server, so that nothing is
+imported for a mutant.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,33 +20,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import pytest
+import torch._dynamo  # noqa: F401  # tests need all this, and every run is a fork of this process
 from mutation_points import SOURCE, Mutant
+
+import paceline  # noqa: F401
+import support.devices  # noqa: F401
+from support.ranks import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1800
 NO_END = "no end"
-HOOK = '''
-import importlib.util, os, sys
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-SEEN = set()
-
-class Replacing:
-    def find_spec(self, name, path=None, target=None):
-        file = os.path.join(HERE, "changed", *name.split(".")) + ".py"
-        if name.startswith("paceline.") and os.path.exists(file):
-            return importlib.util.spec_from_file_location(name, file)
-
-def reached(number):
-    """Note that the running test has come to a place."""
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
-    if test and (test, number) not in SEEN:
-        SEEN.add((test, number))
-        with open(os.path.join(HERE, "reached"), "a") as file:
-            file.write(f"{number}\\t{test}\\n")
-
-sys.meta_path.insert(0, Replacing())
-'''
 
 
 @dataclass
@@ -59,37 +45,51 @@ class Run:
 
 @contextmanager
 def changed_modules(sources: dict[Path, str]) -> Iterator[Path]:
-    """Yield a directory for `run_tests` that replaces these modules."""
+    """Yield a directory for `run_tests` with these modules."""
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as name:
         directory = Path(name)
-        (directory / "sitecustomize.py").write_text(HOOK)
         for path, source in sources.items():
-            compile(source, str(path), "exec")
-            changed = directory / "changed" / path.relative_to(SOURCE)
-            changed.parent.mkdir(parents=True, exist_ok=True)
-            changed.write_text(source)
+            module = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+            (directory / f"{module}.py").write_text(source)
         yield directory
 
 
 def run_tests(directory: Path, tests: Sequence[str], *more: str) -> Run:
-    """Run tests in this order, with the modules that the directory replaces."""
-    paths = [str(directory), os.environ.get("PYTHONPATH", "")]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    xml = directory / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={xml}", *more, *tests]
-    try:
-        ended = subprocess.run(
-            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        return Run(False, "", f"{NO_END} within {LIMIT_S} s")
-    if ended.returncode not in (0, 1):
-        raise RuntimeError(f"pytest could not run:\n{ended.stdout[-3000:]}{ended.stderr[-2000:]}")
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    """Run tests in this order, with the changed modules of the directory."""
+    ForkServer.get()  # of this process: the next run uses it, too
+    output, xml = directory / "output.txt", directory / "tests.xml"
+    pid = os.fork()
+    if pid == 0:
+        _run_here(directory, output, ["-q", f"--junitxml={xml}", *more, *tests])
+    deadline_s = time.monotonic() + LIMIT_S
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline_s:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return Run(False, "", f"{NO_END} within {LIMIT_S} s")
+        time.sleep(0.05)
+    status, said = os.waitstatus_to_exitcode(ended[1]), output.read_text()
+    if status not in (0, 1):
+        raise RuntimeError(f"pytest could not run ({status}):\n{said[-5000:]}")
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
     failed = found.group(1) if found else ""
-    return Run(ended.returncode == 0, failed, sign_of(ended.stdout), _times(xml))
+    return Run(status == 0, failed, sign_of(said), _times(xml))
+
+
+def _run_here(directory: Path, output: Path, arguments: list[str]) -> None:
+    """Run pytest in this process, which is a fork, and end it."""
+    status = 3
+    try:
+        os.setpgid(0, 0)
+        os.chdir(ROOT)
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ["CHANGED_CODE"] = str(directory)
+        status = int(pytest.main(["-p", "no:cacheprovider", *arguments]))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
 
 
 def _times(xml: Path) -> dict[str, float]:
@@ -149,7 +149,8 @@ def _instrumented(path: Path, mutants: Sequence[Mutant], numbers: dict[str, int]
     """Return a file in which every place notes that it was reached; its lines stay as they are."""
     text, inserts = path.read_text(), list[tuple[int, int, int, str]]()
     for mutant in mutants:
-        note = f"(__import__('sitecustomize').reached({numbers[mutant.name]}), "
+        number = numbers[mutant.name]
+        note = f"(__import__('support.changed_code').changed_code.reached('{number}'), "
         # At one position an inner expression ends first, and an outer one begins first.
         inserts.append((mutant.end, 0, -mutant.begin, ")[1]"))
         inserts.append((mutant.begin, 1, -mutant.end, note))
