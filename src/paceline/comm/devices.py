@@ -332,3 +332,12 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     if allocated is None or peak is None:
         return None
     return DeviceMemory(int(allocated(device)), int(peak(device)))
+
+
+def peak_memory_of(device: torch.device) -> int | None:
+    """Return the most bytes that this process has used on a device; None if it does not count.
+
+    Half of `memory_of`: torch makes a dict of all its figures in each call.
+    """
+    peak = getattr(module_of(device), "max_memory_allocated", None)
+    return None if peak is None else int(peak(device))
