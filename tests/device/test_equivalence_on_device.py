@@ -15,15 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "equivalence"))
 
 from test_paces_equal_their_formulas import (
     test_block_momentum_as_fairseq_has_it,
-    test_elastic_averaging_with_momentum,
-    test_streaming,
     test_the_model_that_stands_for_all,
 )
 
 __all__ = [
     "test_block_momentum_as_fairseq_has_it",
-    "test_elastic_averaging_with_momentum",
-    "test_streaming",
     "test_the_model_that_stands_for_all",
 ]
 
