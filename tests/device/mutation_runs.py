@@ -132,6 +132,7 @@ def reach(mutants: Sequence[Mutant], tests: Sequence[str]) -> dict[str, list[str
         run = run_tests(directory, tests)
         noted = directory / "reached"
         lines = noted.read_text().splitlines() if noted.exists() else []
+    ForkServer.shut_down()  # it would be shared by the processes that try mutants
     if not run.passed:
         sys.exit(f"the tests fail without a change: {run.failed} ({run.sign})")
     seconds_of = run.seconds_of or {}
