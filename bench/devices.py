@@ -48,9 +48,10 @@ def measure(parts: list[str], pace: str, rounds: str) -> dict[str, Any]:
         found = results["hooks"] = run("hooks", pace, "--rounds", rounds)
         print(
             f"host time that {pace} adds to a step of {found['tensors']} tensors:"
-            f" {found['added_ms']:.2f} ms and {found['added_launches']:.0f} launches (without:"
-            f" {found['plain_ms']:.1f} ms; 5 us for each launch instead of the test device's own"
-            f" time, with which it is {found['added_with_test_device_ms']:.1f} ms)"
+            f" {found['added_least_ms']:.2f} ms by minimum, {found['added_ms']:.2f} by median,"
+            f" {found['added_launches']:.0f} launches (without: {found['plain_ms']:.1f} ms; 5 us"
+            " per launch and 25 per collective instead of the test device's own time, with which"
+            f" it is {found['added_with_test_device_ms']:.1f} ms)"
         )
     if "overlap" in parts:
         for speed in SPEEDS:

@@ -16,6 +16,7 @@
 #include "errors.h"
 #include "kernels.h"
 #include "private_view.h"
+#include "ready_hook.h"
 #include "torch_tensor.h"
 #include "paceline/base/clock.h"
 #include "paceline/collectives/group.h"
@@ -353,6 +354,7 @@ NB_MODULE(_core, m) {
   register_errors();
   register_kernels(m);
   register_private_view(m);
+  register_ready_hook(m);
   register_codecs(m);
   register_torch_tensor(m);
   m.attr("DTYPES") = [] {

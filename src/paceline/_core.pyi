@@ -166,6 +166,13 @@ class PrivateView:
     def changed(self) -> bool: ...
     def discard(self) -> None: ...
 
+class ReadyHook:
+    """The hook of a small parameter: its gradient is ready. Called with the parameter."""
+
+    def __init__(
+        self, slot: object, on_ready: object, on_full: object, streams: object | None
+    ) -> None: ...
+
 class Group:
     def __init__(
         self,

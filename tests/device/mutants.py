@@ -1,15 +1,21 @@
 """The gate of the work on devices: remove each wait, record and hold, and see the tests fail.
 
-    python tests/device/mutants.py               all mutants (an hour on two cores)
+    python tests/device/mutants.py               all mutants
     python tests/device/mutants.py --seconds 240 some of them; the next call continues
     python tests/device/mutants.py --list        what would be removed
     python tests/device/mutants.py --only device_route
+    python tests/device/mutants.py --jobs 2      two mutants side by side
+    python tests/device/mutants.py --table       write mutants.md from the results
 
-For each mutant the device tests run with one module replaced. The test that failed last time runs
-first, alone; then the quick ones, then all of them, until one fails. A mutant for which no test
-fails has survived. Those that change nothing are in equivalent_mutants.txt, with the reason; for
-any other a test is missing.
-The files of the checkout are never changed: an import hook in the environment replaces the module.
+First all device tests run without a change, and note which places they reach. Then for each mutant
+the tests that reach its place run with one module replaced, until one fails: the test that failed
+last time first, then the quick ones. A mutant for which no test fails has survived. Those that
+change nothing are in equivalent_mutants.txt, with the reason; for any other a test is missing.
+
+A test that does not end fails at its time limit, and on a busy machine any test may. So a mutant
+counts as killed by that only if the same test ends without the change and once more not with it.
+The files of the checkout are never changed (mutation_runs.py). Ranks are forked from one process,
+so a mutant costs what its tests cost.
 """
 
 from __future__ import annotations
@@ -17,45 +23,30 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from mutation_points import SOURCE, Mutant, files, mutants_of  # noqa: E402
+from mutation_points import Mutant, all_mutants, files  # noqa: E402
+from mutation_runs import NO_END, ROOT, changed_modules, reach, run_tests  # noqa: E402
 
-ROOT = HERE.parents[1]
 EQUIVALENT = HERE / "equivalent_mutants.txt"
+TABLE = HERE / "mutants.md"  # the last complete run
 STATE = ROOT / "build" / "laggard" / "mutants.json"  # of earlier calls
-LIMIT_S = 900
 # Tests of the harness and of choices say nothing about order.
 LEFT_OUT = ("test_detection.py", "test_mutation.py", "test_doctor.py", "test_device_choice.py")
-# Tried first, on one schedule: they are quick and find most.
-FIRST = ("test_route_order.py", "test_device_route.py", "test_device_training.py")
-HOOK = """
-import importlib.util, os, sys
-
-class Replacing:
-    def find_spec(self, name, path=None, target=None):
-        if name == os.environ["MUTANT_MODULE"]:
-            return importlib.util.spec_from_file_location(name, os.environ["MUTANT_FILE"])
-
-sys.meta_path.insert(0, Replacing())
-"""
 
 
 @dataclass
 class Result:
-    mutant: Mutant
     killer: str  # the test that failed; "" if it survived
     sign: str  # what it saw
     seconds: float
@@ -74,79 +65,46 @@ def equivalents() -> dict[str, str]:
 
 
 def suite() -> list[str]:
-    """Return the files of tests that have to see a change, the quick ones first."""
-    names = sorted({file.name for file in HERE.glob("test_*.py")} - {*LEFT_OUT, *FIRST})
-    return [f"tests/device/{name}" for name in (*FIRST, *names)]
+    """Return the files of tests that have to see a change."""
+    names = sorted({file.name for file in HERE.glob("test_*.py")} - set(LEFT_OUT))
+    return [f"tests/device/{name}" for name in names]
 
 
-def run_tests(directory: str, mutant: Mutant | None, tests: list[str]) -> tuple[bool, str, str]:
-    """Return whether the tests passed, the first that failed, and what it saw."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if mutant:
-        # Under its own name: tests look for it in stacks.
-        changed = Path(directory, "changed", mutant.path.name)
-        changed.parent.mkdir(exist_ok=True)
-        changed.write_text(mutant.source())
-        Path(directory, "sitecustomize.py").write_text(HOOK)
-        module = ".".join(mutant.path.relative_to(SOURCE).with_suffix("").parts)
-        paths = [directory, environ.get("PYTHONPATH", "")]
-        environ |= {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "MUTANT_MODULE": module,
-            "MUTANT_FILE": str(changed),
-        }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        ended = subprocess.run(
-            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        return False, "", f"no end within {LIMIT_S} s"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
-    if ended.returncode not in (0, 1):
-        raise RuntimeError(f"pytest could not run:\n{ended.stdout[-3000:]}{ended.stderr[-2000:]}")
-    return ended.returncode == 0, failed.group(1) if failed else "", sign_of(ended.stdout)
-
-
-SIGNS = (
-    (r"laggard found \d+ races", "race"),
-    (r"touched (?:pinned|device) memory", "touch of closed memory"),
-    (r"unregistered while a copy", "memory unregistered under a copy"),
-    (r"did not end within|Timeout", "no end"),
-    (r"^E +(.*(?:Error|assert).*)", ""),
-)
-
-
-def sign_of(output: str) -> str:
-    """Return how a bug has shown itself, in a few words."""
-    for pattern, name in SIGNS:
-        if found := re.search(pattern, output, re.MULTILINE):
-            return name or found.group(1)[:100]
-    return "no sign"
-
-
-def try_mutant(mutant: Mutant, killer: str | None, tests: list[str]) -> Result:
-    """Run the tests on one mutant until one fails."""
+def try_mutant(mutant: Mutant, hint: str, tests: list[str]) -> Result:
+    """Run these tests on one mutant until one fails, the one that failed last time first."""
     began = time.monotonic()
-    compile(mutant.source(), str(mutant.path), "exec")
-    with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as directory:
-        if killer and "::" in killer and (ROOT / killer.split("::")[0]).exists():
-            passed, failed, sign = run_tests(directory, mutant, [killer])
-            if not passed:
-                return Result(mutant, failed or killer, sign, time.monotonic() - began)
-        quick = [f"tests/device/{name}" for name in FIRST]
-        passed, failed, sign = run_tests(directory, mutant, ["-k", "lazy", *quick])
-        if passed:
-            passed, failed, sign = run_tests(directory, mutant, tests)
-        killed_by = "" if passed else failed or "no test in particular"
-        return Result(mutant, killed_by, sign, time.monotonic() - began)
+    ordered = [hint, *(t for t in tests if t != hint)] if hint in tests else list(tests)
+    with changed_modules({mutant.path: mutant.source()}) as directory:
+        while ordered:
+            run = run_tests(directory, ordered, "-x")
+            if run.passed:
+                break
+            failed = run.failed or ordered[0]
+            if NO_END not in run.sign or _hangs_again(mutant, directory, failed):
+                return Result(failed, run.sign, time.monotonic() - began)
+            ordered = ordered[ordered.index(failed) + 1 :]  # of no use: the machine was busy
+    sign = "" if tests else "no test reaches it"
+    return Result("", sign, time.monotonic() - began)
+
+
+def attempt(
+    mutant: Mutant, hint: str, tests: list[str], until_s: float
+) -> tuple[Mutant, Result] | None:
+    """Try a mutant unless the time is over; in a process of the pool."""
+    return None if time.monotonic() > until_s else (mutant, try_mutant(mutant, hint, tests))
+
+
+def _hangs_again(mutant: Mutant, directory: Path, test: str) -> bool:
+    with changed_modules({mutant.path: mutant.path.read_text()}) as unchanged:
+        if not run_tests(unchanged, [test]).passed:
+            return False
+    return not run_tests(directory, [test]).passed
 
 
 def fingerprint() -> str:
     """Return a hash of all that a result depends on."""
     digest = hashlib.sha256()
-    tests = sorted({*HERE.glob("*.py")} - {Path(__file__).resolve()})
-    for path in (*files(), *tests):
+    for path in (*files(), *(ROOT / name for name in suite())):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -156,49 +114,75 @@ class Progress:
 
     def __init__(self) -> None:
         state = json.loads(STATE.read_text()) if STATE.exists() else {}
-        self.killers: dict[str, str] = state.get("killers", {})
         now = fingerprint()
-        self._state: dict[str, Any] = {
-            "fingerprint": now,
-            "killers": self.killers,
-            "tried": state["tried"] if state.get("fingerprint") == now else {},
-            "is_sound": state.get("fingerprint") == now and state["is_sound"],
+        is_same = state.get("fingerprint") == now
+        self.hints: dict[str, str] = {**hints_of_table(), **state.get("hints", {})}
+        self.reached: dict[str, list[str]] = state["reached"] if is_same else {}
+        self.results = {
+            name: Result(**found) for name, found in (state["results"] if is_same else {}).items()
         }
+        self._fingerprint = now
 
-    @property
-    def tried(self) -> dict[str, str]:
-        """By mutant, the test that failed; "" for a survivor."""
-        found: dict[str, str] = self._state["tried"]
-        return found
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether the tests have passed without a change."""
-        return bool(self._state["is_sound"])
-
-    def note_sound(self) -> None:
-        self._state["is_sound"] = True
+    def note_reached(self, reached: dict[str, list[str]]) -> None:
+        self.reached = reached
         self._write()
 
-    def add(self, result: Result) -> None:
-        self.killers[result.mutant.name] = self.tried[result.mutant.name] = result.killer
+    def add(self, mutant: Mutant, result: Result) -> None:
+        self.results[mutant.name] = result
+        if result.killer:
+            self.hints[mutant.name] = result.killer
         self._write()
 
     def _write(self) -> None:
+        state: dict[str, Any] = {
+            "fingerprint": self._fingerprint,
+            "hints": self.hints,
+            "reached": self.reached,
+            "results": {name: asdict(result) for name, result in self.results.items()},
+        }
         STATE.parent.mkdir(parents=True, exist_ok=True)
-        STATE.write_text(json.dumps(self._state, indent=1))
+        STATE.write_text(json.dumps(state, indent=1))
 
 
-def judge(tried: dict[str, str], wanted: list[str], known: dict[str, str], *, is_all: bool) -> int:
+def hints_of_table() -> dict[str, str]:
+    """Return by mutant the test that failed in the last complete run."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    rows = [re.fullmatch(r"\| `` (.+) `` \| (.*) \| `(.+)` \|", line) for line in lines]
+    return {row[1]: f"tests/device/{row[3]}" for row in rows if row}
+
+
+def write_table(results: dict[str, Result], known: dict[str, str]) -> None:
+    """Write the results of a complete run."""
+    lines = [
+        "# The last complete run of the gate",
+        "",
+        "Written by `python tests/device/mutants.py --table`. Each line is one place of the code"
+        " (module, function, kind, what was removed), how the bug has shown itself, and the test"
+        " that failed. The tests in this table run first the next time.",
+        "",
+        "| place | sign | test |",
+        "| --- | --- | --- |",
+    ]
+    for name, result in results.items():
+        test = f"`{result.killer.removeprefix('tests/device/')}`" if result.killer else ""
+        sign = result.sign if result.killer else f"equivalent: {known.get(name, '?')}"
+        lines.append(f"| `` {name} `` | {sign.replace('|', '/')} | {test} |")
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
+def judge(
+    results: dict[str, Result], wanted: list[str], known: dict[str, str], *, is_all: bool
+) -> int:
     """Print survivors, and entries of the list that are wrong; return the exit status."""
-    tried = {name: killer for name, killer in tried.items() if name in wanted}
-    survived = {name for name, killer in tried.items() if not killer}
+    tried = {name: result for name, result in results.items() if name in wanted}
+    survived = {name for name, result in tried.items() if not result.killer}
     missing = sorted(survived - known.keys())
-    killed = sorted(name for name in known if tried.get(name))
+    killed = sorted(name for name in known if name in tried and tried[name].killer)
     gone = sorted(known.keys() - set(wanted)) if is_all else []
+    hung = sum(NO_END in result.sign for result in tried.values() if result.killer)
     print(
-        f"{len(wanted)} mutants: {len(tried) - len(survived)} killed,"
-        f" {len(survived & known.keys())} equivalent, {len(missing)} survived,"
+        f"{len(wanted)} mutants: {len(tried) - len(survived)} killed ({hung} because a test did"
+        f" not end), {len(survived & known.keys())} equivalent, {len(missing)} survived,"
         f" {len(wanted) - len(tried)} not tried yet"
     )
     for title, names in (
@@ -214,12 +198,12 @@ def judge(tried: dict[str, str], wanted: list[str], known: dict[str, str], *, is
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="remove each wait and see the device tests fail")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
+    parser.add_argument("--table", action="store_true", help="write mutants.md, run nothing")
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--seconds", type=float, default=1e9, help="start none after this time")
     parser.add_argument("--jobs", type=int, default=1, help="mutants side by side")
-    parser.add_argument("--tests", nargs="*", default=suite(), help="what has to fail")
     options = parser.parse_args(arguments)
-    everything = [mutant for path in files() for mutant in mutants_of(path)]
+    everything = all_mutants()
     chosen = [mutant for mutant in everything if options.only in mutant.name]
     if options.list:
         for mutant in chosen:
@@ -227,26 +211,33 @@ def main(arguments: list[str]) -> int:
         print(f"{len(chosen)} mutants")
         return 0
     progress, began_s = Progress(), time.monotonic()
-    left = [mutant for mutant in chosen if mutant.name not in progress.tried]
-    if left and not progress.is_sound:
-        with tempfile.TemporaryDirectory() as directory:
-            passed, failed, sign = run_tests(directory, None, options.tests)
-        if not passed:
-            sys.exit(f"the tests fail without a change: {failed} ({sign})")
-        progress.note_sound()
+    left = [mutant for mutant in chosen if mutant.name not in progress.results]
+    if options.table:
+        if left:
+            sys.exit(f"{len(left)} mutants are not tried yet")
+        in_order = {m.name: progress.results[m.name] for m in everything}
+        write_table(in_order, equivalents())
+        return 0
+    if left and not progress.reached:
+        progress.note_reached(reach(everything, suite()))
 
-    def attempt(mutant: Mutant) -> Result | None:
-        if time.monotonic() - began_s > options.seconds:
-            return None
-        return try_mutant(mutant, progress.killers.get(mutant.name), options.tests)
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for result in filter(None, pool.map(attempt, left)):
-            progress.add(result)
+    until_s = began_s + options.seconds
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:
+        running = [
+            pool.submit(
+                attempt, m, progress.hints.get(m.name, ""), progress.reached[m.name], until_s
+            )
+            for m in left
+        ]
+        for ended in as_completed(running):
+            if (found := ended.result()) is None:
+                continue
+            mutant, result = found
+            progress.add(mutant, result)
             state = f"{result.sign} in {result.killer}" if result.killer else "SURVIVED"
-            print(f"{result.seconds:5.0f} s  {result.mutant.name}: {state}", flush=True)
+            print(f"{result.seconds:5.0f} s  {mutant.name}: {state}", flush=True)
     names = [mutant.name for mutant in chosen]
-    return judge(progress.tried, names, equivalents(), is_all=chosen == everything)
+    return judge(progress.results, names, equivalents(), is_all=chosen == everything)
 
 
 if __name__ == "__main__":

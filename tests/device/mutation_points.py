@@ -3,18 +3,20 @@
 A mutant is one file with one change:
 
     record   an event is not recorded           `event.record(stream)`, `mark(device)`
-    stream   a stream does not wait             `stream.wait_event(e)`, `copied.wait_on_stream()`
+             a gradient's stream is not noted   `streams.note()`, `ReadyHook(..., streams)`
+    stream   a stream does not wait             `stream.wait_event(e)`, `bucket.join_streams()`
     host     a host thread does not wait        `event.synchronize()`, `errand.wait()`
     query    an event is said to be complete    `event.query()`, `copied.done()`
     hold     a reference is not held            `x.record_stream(s)`, `Copied(..., memory)`
 
-Places are found in the syntax tree of the modules that know devices and of all that import them.
+Places are found in the syntax tree of the modules that know devices, of all that import them, and
+of the reducer, which orders streams through its buckets.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +24,15 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 # These modules are about devices: every method of these names counts in them.
 ABOUT_DEVICES = ("device", "host_route", "through_host")
 
-STREAM_WAITS = {"wait_event", "wait_stream", "wait_on_stream"}
+ALSO = ("paceline/data_parallel/reducer.py",)
+STREAM_WAITS = {"wait_event", "wait_stream", "wait_on_stream", "join_streams"}
 HOST_WAITS = {"synchronize", "wait_on_host"}
 # In other modules a receiver has to be named like one that belongs to a device.
 EVENT_NAMES = ("event", "ready", "done", "mark")
 ROUTE_NAMES = ("route",)
 RELEASES = {"_release", "release_averages", "release_params"}
 ERRAND_NAMES = ("errand", "arrival", "copied", "snapshot")
+STREAMS_NAMES = ("streams",)  # of a bucket
 HOLDERS = {"Copied", "StreamResult"}  # classes whose last argument is memory that they hold
 
 
@@ -73,8 +77,13 @@ def files() -> list[Path]:
     return [p for p in everything if "cli" not in p.parts and _knows_devices(p)]
 
 
+def all_mutants() -> list[Mutant]:
+    """Return the mutants of all files, in order."""
+    return [mutant for path in files() for mutant in mutants_of(path)]
+
+
 def _knows_devices(path: Path) -> bool:
-    if _is_about_devices(path):
+    if _is_about_devices(path) or _is_also(path):
         return True
     about = {_module_of(p) for p in SOURCE.glob("paceline/**/*.py") if _is_about_devices(p)}
     imported = set[str]()
@@ -88,11 +97,16 @@ def _is_about_devices(path: Path) -> bool:
     return any(word in part for word in ABOUT_DEVICES for part in path.relative_to(SOURCE).parts)
 
 
+def _is_also(path: Path) -> bool:
+    return path.is_relative_to(SOURCE) and path.relative_to(SOURCE).as_posix() in ALSO
+
+
 def mutants_of(path: Path) -> list[Mutant]:
     """Return the mutants of one file, in its order."""
     text = path.read_text()
     tree = ast.parse(text)
     is_device_module = not path.is_relative_to(SOURCE) or _is_about_devices(path)
+    names = (*ERRAND_NAMES, "work") if _is_also(path) else ERRAND_NAMES
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
@@ -103,7 +117,7 @@ def mutants_of(path: Path) -> list[Mutant]:
 
     found: list[Mutant] = []
     for where, node in _calls(tree, ()):
-        for kind, target, replacement in _changes(node, is_device_module):
+        for kind, target, replacement in _changes(node, is_device_module, names):
             assert target.end_lineno is not None and target.end_col_offset is not None
             begin = offset(target.lineno, target.col_offset)
             end = offset(target.end_lineno, target.end_col_offset)
@@ -125,25 +139,37 @@ def _calls(node: ast.AST, where: tuple[str, ...]) -> Iterator[tuple[str, ast.Cal
         yield from _calls(child, inside)
 
 
-def _changes(node: ast.Call, is_device_module: bool) -> Iterator[tuple[str, ast.expr, str]]:
+def _changes(
+    node: ast.Call, is_device_module: bool, names: Sequence[str]
+) -> Iterator[tuple[str, ast.expr, str]]:
+    """`names`: of receivers in this module whose `wait` may be for a device."""
     name, receiver = _called(node)
     first = ast.unparse(node.args[0]) if node.args else ""
-    if name == "mark":
+    if name == "mark" and not receiver:
         yield "record", node, f"__import__('torch').Event({first})"
-    elif name == "record" and (is_device_module or _is_like(receiver, EVENT_NAMES)):
+    elif (
+        name == "note"
+        and _is_like(receiver, STREAMS_NAMES)
+        or name == "record"
+        and (is_device_module or _is_like(receiver, EVENT_NAMES))
+    ):
         yield "record", node, "None"
-    elif name in STREAM_WAITS:
+    elif name in STREAM_WAITS or (name == "join" and _is_like(receiver, STREAMS_NAMES)):
         yield "stream", node, "None"
     elif name in HOST_WAITS | RELEASES or (
         name in ("settle", "wait_for") and _is_like(receiver, ROUTE_NAMES)
     ):
         yield "host", node, "None"
-    elif name == "wait" and (is_device_module or _is_like(receiver, ERRAND_NAMES)):
+    elif name == "wait" and (is_device_module or _is_like(receiver, names)):
         yield "host", node, "(True)" if receiver.endswith("_ended") else "None"
-    elif name == "query" or (name == "done" and is_device_module and receiver):
+    elif name == "query" or (
+        name == "done" and receiver and (is_device_module or _is_like(receiver, ERRAND_NAMES))
+    ):
         yield "query", node, "True"
     elif name == "record_stream" or (name == "append" and "in_flight" in receiver):
         yield "hold", node, "None"
+    elif name == "ReadyHook":
+        yield "record", node.args[-1], "None"
     elif name in HOLDERS:
         yield from _memory_of(node.args[-1])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -58,6 +60,48 @@ def test_registered_and_staged_memory_give_the_same(schedule, capfd):
         route.close()
 
     run_alone_on_device(body, schedule=schedule)
+
+
+def test_handles_say_whether_an_exchange_has_ended():
+    def body() -> None:
+        from paceline.pace.through_host.exchange import Trip
+        from paceline.pace.through_host.served import _Push
+
+        class Exchange:
+            """One that ends when it is told to."""
+
+            def __init__(self) -> None:
+                self.ended = threading.Event()
+
+            def wait(self) -> None:
+                self.ended.wait(60)
+
+            def done(self) -> bool:
+                return self.ended.is_set()
+
+        class Copy:
+            """What a trip and a push ask to start a copy."""
+
+            def fetch_step(self, step: int) -> None:
+                pass
+
+            def fetch(self, bucket: object) -> None:
+                pass
+
+        route = HostRoute(torch.device(HERE), lambda count, dtype: torch.empty(count, dtype=dtype))
+        host, exchange = route.allocate(500, torch.float32), Exchange()
+        there = torch.ones(500, device=HERE)
+        arrival = Arrival(route.bring(route.send(there, host, lambda: exchange), host, there))
+        trip, push = Trip(None, Copy(), 0), _Push(Copy(), None, (), 0)
+        assert not trip.done() and not push.done()
+        trip.inner = push.sent = exchange
+        assert not any(handle.done() for handle in (arrival, trip, push))
+        exchange.ended.set()
+        arrival.wait()
+        assert all(handle.done() for handle in (arrival, trip, push))
+        route.close()
+
+    run_alone_on_device(body, schedule="lazy")
 
 
 def test_a_device_that_fails_is_named(schedule):

@@ -68,8 +68,9 @@ def test_the_host_reads_after_a_wait_for_the_device(schedule):
     def body() -> float:
         device = torch.device("laggard:0")
         host, route = torch.empty(SIZE, pin_memory=True), DeviceRoute(device)
-        route.to_host(on_device(3), host)
+        copied = route.to_host(on_device(3), host)
         devices.synchronize(device)
+        assert copied.took_ms >= 0  # both of its events were recorded
         return host[0].item()
 
     assert run_alone_on_device(body, schedule=schedule) == 4.0

@@ -24,9 +24,10 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from support import body
+from support import body, changed_code
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LOADED = (
@@ -148,6 +149,8 @@ def _run(prepared: Any, connection: Connection) -> int:
     try:
         if isinstance(function, Exception):
             raise function
+        if changes := os.environ.get("CHANGED_CODE"):  # tests/device/mutants.py
+            changed_code.apply(Path(changes))
         outcome = ("value", function(*arguments))
     except SystemExit as stop:
         outcome, status = ("value", None), stop.code if isinstance(stop.code, int) else 1

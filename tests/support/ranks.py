@@ -291,6 +291,11 @@ class Ranks:
 def _join_job(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     import paceline as pl
 
+    if schedule := os.environ.get("TEST_ON_DEVICE"):
+        from support.on_device import adapted
+
+        os.environ["PACELINE_DEVICES"] = "laggard:" + ",".join("01" * 4)  # workers share them
+        body = adapted(body, schedule)
     pl.init()
     return body(pl.world(), *arguments)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -156,6 +157,18 @@ def _started() -> str | None:
         return None
     is_initialized = getattr(module_of(built_for), "is_initialized", bool)
     return built_for.type if is_initialized() else None
+
+
+def stream_reader(device: torch.device) -> Callable[[], torch.Stream]:
+    """Return a function that returns the current stream of a device on the calling thread.
+
+    For code that runs for each gradient: torch.accelerator.current_stream looks the device up in
+    each call, which takes ten times as long as the rest.
+    """
+    read = getattr(torch._C, "_accelerator_getStream", None)
+    if read is None:
+        return partial(torch.accelerator.current_stream, device)
+    return partial(read, device.index)
 
 
 def synchronize(device: torch.device) -> None:
@@ -319,3 +332,12 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     if allocated is None or peak is None:
         return None
     return DeviceMemory(int(allocated(device)), int(peak(device)))
+
+
+def peak_memory_of(device: torch.device) -> int | None:
+    """Return the most bytes that this process has used on a device; None if it does not count.
+
+    Half of `memory_of`: torch makes a dict of all its figures in each call.
+    """
+    peak = getattr(module_of(device), "max_memory_allocated", None)
+    return None if peak is None else int(peak(device))

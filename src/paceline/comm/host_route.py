@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from paceline.comm.device_route import Copied, DeviceRoute, Errand, ErrandThread, mark
-from paceline.comm.devices import Pin, is_on_device, pinned_like, register_pinned
+from paceline.comm.devices import Pin, is_on_device, pinned_bytes, register_pinned
 from paceline.comm.group import Group
 from paceline.errors import DeviceError, PacelineError
 from paceline.runtime.console import say, warn
@@ -42,7 +42,7 @@ class HostRoute:
         self._out, self._in = ErrandThread("out", device), ErrandThread("in", device)
         self._pins: dict[int, Pin] = {}  # by address
         self._stages: dict[str, torch.Tensor] = {}  # by direction
-        self.is_staged = False  # some memory could not be registered
+        self._stage_bytes = 0  # of the largest memory that could not be registered
 
     @property
     def copied_ms(self) -> float:
@@ -53,15 +53,21 @@ class HostRoute:
         """Return new engine memory, registered with the device if possible; kept until `close`."""
         host = self._allocate(count, dtype)
         pin = register_pinned(host, self.device)
-        if pin is None and count and not self.is_staged:
-            self.is_staged = True
-            warn(
-                f"{self._who}: host memory cannot be registered with {self.device} here: each copy"
-                " goes through a block of pinned memory"
-            )
-        elif pin is not None:
+        if pin is not None:
             self._pins[host.data_ptr()] = pin
+        elif count:
+            if not self.is_staged:
+                warn(
+                    f"{self._who}: host memory cannot be registered with {self.device} here: each"
+                    " copy goes through a block of pinned memory"
+                )
+            self._stage_bytes = max(self._stage_bytes, host.numel() * host.element_size())
         return host
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether some memory could not be registered."""
+        return self._stage_bytes > 0
 
     def send(
         self, source: torch.Tensor, host: torch.Tensor, then: Callable[[], Result]
@@ -138,7 +144,9 @@ class HostRoute:
         needed = host.numel() * host.element_size()
         stage = self._stages.get(way)
         if stage is None or stage.numel() < needed:
-            made = pinned_like(torch.empty(needed, dtype=torch.uint8, device="meta"), self.device)
+            stage = None
+            self._stages.pop(way, None)  # before the larger one: two blocks are all there ever is
+            made = pinned_bytes(max(needed, self._stage_bytes))
             if made is None:
                 _warn_of_no_pinning(self.device)
                 return host

@@ -161,31 +161,21 @@ class ParamSlot:
     ) -> Callable[[torch.nn.Parameter], None]:
         """Return the hook of the parameter; `on_full` submits buckets that are full.
 
-        Autograd calls it in every step, and there may be thousands of small parameters. Their hook
-        has a fast path for the most frequent case.
+        Autograd calls it in every step, and there may be thousands of small parameters: their hook
+        is in the core. It handles the most frequent case, a first gradient of an open bucket.
         """
-        bucket, streams = self.bucket, self.bucket.streams
-        if not self.is_small and streams is None:
+        streams = self.bucket.streams
+        if self.is_small:
+            hook: Any = _core.ReadyHook(self, on_ready, on_full, streams)
+            return hook  # type: ignore[no-any-return]
+        if streams is None:
             return partial(on_ready, self)
 
-        def on_small_ready(param: torch.nn.Parameter) -> None:
-            if self.ready or not bucket.is_open:
-                on_ready(self, param)
-                return
-            self.ready = True
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                on_full()
-
-        def on_device_ready(param: torch.nn.Parameter) -> None:
-            assert streams is not None
+        def on_large_ready(param: torch.nn.Parameter) -> None:
             streams.note()
-            if self.is_small:
-                on_small_ready(param)
-            else:
-                on_ready(self, param)
+            on_ready(self, param)
 
-        return on_small_ready if streams is None else on_device_ready
+        return on_large_ready
 
     def bring_home(self) -> bool:
         """Move the parameter back if the script has set `param.data` to another tensor.
@@ -333,8 +323,7 @@ class Bucket:
     def join_streams(self) -> None:
         """On a device: let the current stream wait for all gradients of this pass."""
         if self.streams is not None:
-            grads = [param.grad for param in self._small_params]
-            self.streams.join(grad for grad in grads if grad is not None)
+            self.streams.join(self._small_params)
 
     def _note_stale(self, slots: Sequence[ParamSlot]) -> None:
         for slot in slots:

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline.comm.device_group import ByPlace, DeviceGroup
 from paceline.comm.device_timing import DeviceLaps
-from paceline.comm.devices import collective_backend, is_on_device, memory_of
+from paceline.comm.devices import collective_backend, is_on_device, peak_memory_of
 from paceline.comm.group import Group
 from paceline.comm.host_route import HostRoute
 from paceline.comm.shared_memory import allocate
@@ -99,8 +99,8 @@ class DeviceSetup:
         reporter.watch(COPY_SHARE, self._copy_percent)
 
     def _memory_mb(self) -> float | None:
-        memory = memory_of(self.device)
-        return None if memory is None else memory.peak / 1e6
+        peak = peak_memory_of(self.device)
+        return None if peak is None else peak / 1e6
 
     def _copy_percent(self) -> float | None:
         route, total_ms = self._route, self.laps.total_ms

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from paceline.comm.devices import stream_reader
 from paceline.errors import UsageError
 
 
@@ -19,27 +20,28 @@ class BucketStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seen: dict[int, torch.Stream] = {}  # by their id
+        self.current = stream_reader(device)  # also called by hooks in the core
+        self.seen: dict[int, torch.Stream] = {}  # by their id; hooks in the core add to it
 
     def note(self) -> None:
-        """Note that a gradient was launched on the current stream."""
-        stream = torch.accelerator.current_stream(self._device)
-        self._seen[stream.stream_id] = stream
+        """Note that a gradient was launched on the current stream. For each of them: quick."""
+        stream = self.current()
+        self.seen[stream.stream_id] = stream
 
-    def join(self, grads: Iterable[torch.Tensor]) -> None:
-        """Let the current stream wait for all gradients, and read these, of other streams."""
-        current = torch.accelerator.current_stream(self._device)
-        others = [stream for number, stream in self._seen.items() if number != current.stream_id]
-        self._seen.clear()
+    def join(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Let the current stream wait for all gradients, and read those of these parameters."""
+        current = self.current()
+        others = [stream for number, stream in self.seen.items() if number != current.stream_id]
+        self.seen.clear()
         for stream in others:
             current.wait_stream(stream)
         if others:
-            for grad in grads:
+            for grad in [param.grad for param in params if param.grad is not None]:
                 grad.record_stream(current)
 
     def refuse_capture(self, rank: int) -> None:
         """Raise UsageError if the current stream is being captured into a graph."""
-        if torch.accelerator.current_stream(self._device).is_capturing():
+        if self.current().is_capturing():
             raise UsageError(
                 f"rank {rank}: a backward pass that exchanges gradients is being captured into a"
                 f" graph of {self._device}. A replay would exchange nothing, because the workers"

@@ -208,8 +208,9 @@ class Buffers:
 
     def _current(self) -> list[Tensor]:
         """Return the model's buffers, each once, also when several modules share it."""
-        all_modules = (module._buffers.values() for module in self._modules.values())
-        buffers = (b for of_module in all_modules for b in of_module if b is not None)
+        # In each step, and most modules have none.
+        filled = [module._buffers for module in self._modules.values() if module._buffers]
+        buffers = (b for of_module in filled for b in of_module.values() if b is not None)
         return [b for b in dict.fromkeys(buffers) if not is_lazy(b) and self._is_mine(b)]
 
     def _is_mine(self, buffer: Tensor) -> bool:

@@ -69,6 +69,7 @@ void make_free(Block* block, PythonStack stack) {
 
 void free_block(void* context) {
   if (is_stopped() || is_in_bad_fork()) return;
+  const HostSection section;
   auto* block = static_cast<Block*>(context);
   auto stack = take_stack_if_cheap();
   std::lock_guard lock(device_lock());
@@ -109,6 +110,7 @@ struct Allocator final : c10::DeviceAllocator {
     const int device = current_device;
     const c10::Device where(kDeviceType, current_device);
     if (bytes == 0) return {nullptr, nullptr, [](void*) {}, where};
+    const HostSection section;
     drop_finished();
     std::lock_guard lock(device_lock());
     collect_waiting();

@@ -7,6 +7,8 @@
 namespace laggard {
 namespace {
 
+constexpr size_t kFused = 64;  // tensors that one kernel of CUDA copies
+
 Cost copy_cost(const TensorView& view) {
   return {Cost::COPY, static_cast<double>(view.numel) * static_cast<double>(c10::elementSize(view.dtype)), 0};
 }
@@ -93,6 +95,37 @@ at::Tensor copy_from(const at::Tensor& given, const at::Tensor& target, bool non
   if (auto* block = pinned_block_of(host.const_data_ptr())) copy_pinned(source, target, block, non_blocking);
   else copy_pageable(source, target, non_blocking);
   return target;
+}
+
+void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_blocking) {
+  auto fits = [&](size_t i) {
+    const auto &target = targets[i], &source = sources[i];
+    return target.device() == targets[0].device() && source.device() == target.device() &&
+           source.sizes() == target.sizes();
+  };
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TORCH_CHECK(targets.size() == sources.size() && !targets.empty(), "_foreach_copy_: lists of one length expected");
+  const HostSection section;
+  const int stream = current_stream(targets[0].device().index());
+  for (size_t i = 0; i < targets.size();) {
+    std::vector<Use> uses;
+    std::vector<std::function<void()>> copies;
+    Cost cost{Cost::KERNEL, 0, 0};
+    for (; i < targets.size() && copies.size() < kFused && fits(i); ++i) {
+      if (targets[i].numel() == 0) continue;
+      const auto from = TensorView::of(sources[i]), to = TensorView::of(targets[i]);
+      uses.push_back({from.region(), false});
+      uses.push_back({to.region(), true});
+      cost.bytes += 2 * copy_cost(from).bytes;
+      copies.push_back(copying(from, to));
+    }
+    auto run = [copies = std::move(copies)] {
+      for (const auto& copy : copies) copy();
+    };
+    if (!uses.empty()) launch({stream, "_foreach_copy_", std::move(uses), std::move(run), cost});
+    for (; i < targets.size() && !fits(i); ++i) targets[i].copy_(sources[i], non_blocking);
+  }
 }
 
 }  // namespace laggard

@@ -65,6 +65,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", empty_strided);
   m.impl("resize_", resize_);
   m.impl("_copy_from", copy_from);
+  m.impl("_foreach_copy_", foreach_copy);
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("record_stream", record_stream_of_tensor);
   m.impl("native_dropout", native_dropout);

@@ -1,0 +1,69 @@
+"""Run the body of a test that was written for the CPU with its model on the test device.
+
+`adapted` changes what the body gets from outside: `pl.distribute` moves the model to this worker's
+device first, its forward pass takes tensors of the CPU and returns such, and so does the body. The
+loss is computed on the CPU, so a test has the numbers that it has there if the device has them.
+
+Chosen with TEST_ON_DEVICE=<schedule> in the environment of pytest (support/ranks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from support.devices import load_device
+
+
+def adapted(body: Callable[..., Any], schedule: str) -> Callable[..., Any]:
+    """Return a body that trains on the device, on this schedule, and fails if a race was found."""
+    laggard = load_device()
+    from laggard.pytest_plugin import schedule_named
+
+    def on_device(*arguments: Any) -> Any:
+        _move_what_is_distributed()
+        with schedule_named(schedule):
+            value = tree_map(_to_cpu, body(*arguments))
+        if races := laggard.take_races():
+            raise AssertionError(f"laggard found {len(races)} races:\n{races[0].report}")
+        return value
+
+    return on_device
+
+
+def _to_cpu(thing: Any) -> Any:
+    return thing.cpu() if isinstance(thing, torch.Tensor) else thing
+
+
+def _move_what_is_distributed() -> None:
+    import paceline as pl
+
+    distribute = pl.distribute
+    torch.__future__.set_swap_module_params_on_conversion(True)  # the optimizer has them already
+
+    def distribute_there(
+        model: nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any
+    ) -> Any:
+        device = pl.device()
+        model.to(device)
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[name] = value.to(device)
+
+        def inputs(module: nn.Module, given: Any, named: Any) -> Any:
+            def move(thing: Any) -> Any:
+                return thing.to(device) if isinstance(thing, torch.Tensor) else thing
+
+            return tree_map(move, (given, named))
+
+        model.register_forward_pre_hook(inputs, with_kwargs=True)
+        found = distribute(model, optimizer, *arguments, **options)
+        model.register_forward_hook(lambda module, given, output: tree_map(_to_cpu, output))
+        return found
+
+    pl.distribute = distribute_there
