@@ -103,7 +103,7 @@ def test_a_plan_measures_hosts_that_are_elsewhere(bench: Bench) -> None:
         assert code == 0, output
         link = re.search(r"2 workers on 2 hosts, \d+ cores each, slowest link ([\d.]+)mbit", output)
         assert link is not None and 80 < float(link[1]) < 101, output
-        assert "recommended: paceline run -n 2 --hosts b:1,c:1 --pace" in output
+        assert "recommended: paceline run -n 2 --hosts b:1,c:1 " in output
         assert "allreduce[compress=int8]" in output and "servers: " in output
         code, output = bench.finish(
             bench.start("plan", "--hosts", "b:1,nosuch:1", "train.py", "300", "0.01")

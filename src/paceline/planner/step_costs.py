@@ -12,10 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeVar
 
 from paceline.planner import formulas
 from paceline.planner.candidates import BLOCKED, Candidate
@@ -23,6 +20,10 @@ from paceline.planner.cluster import Cluster
 from paceline.planner.codecs import CodecCost, cost_of
 from paceline.planner.profile import ModelProfile
 from paceline.planner.quantities import Link
+
+if TYPE_CHECKING:  # the command line must not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 LOCKSTEP, BLOCKS, FREE = "lockstep", "blocks", "free"
 AnyFactor = TypeVar("AnyFactor", float, "NDArray[np.float64]")
