@@ -25,7 +25,7 @@ from paceline.runtime.job import Job
 from paceline.state.protocol import Change, Part, State
 
 _NO_SETTINGS = ("params", "param_names")
-_USES = ("", " pace", " memory", " codec")
+_USES = ("", " pace", " memory", " codec", " update")
 
 
 class TrainingState(Part):
@@ -113,6 +113,8 @@ def register_elastic(
     # The state on servers stays there; only the workers' is transferred.
     if setup.exchange.traits.is_collective and setup.exchange.residuals is not None:
         elastic.register(f"{setup.name} codec", setup.exchange.residuals)
+    if setup.elastic_update is not None:
+        elastic.register(f"{setup.name} update", setup.elastic_update)
     if setup.is_common:
         memory = CommonMemory(setup.host, allocator, is_newcomer=elastic.is_joining)
         elastic.register(f"{setup.name} memory", memory)

@@ -240,6 +240,7 @@ class ElasticSession:
         plan = plan_recovery(statuses)
         if self._fabric.rank in plan.behind:
             self.parts.unstage()
+        self.parts.pause()  # all others have stopped, too: they have sent their status
         change = Change(
             generation=membership.generation,
             before=plan.before,
