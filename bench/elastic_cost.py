@@ -24,9 +24,9 @@ TRAIN = HERE / "chaos_runs" / "train.py"
 _WARM_S = 6.0
 WAYS = {
     "allreduce": [
-        ("plain, update=replicated", "allreduce[update=replicated]", []),
+        ("plain", "allreduce", []),
         ("elastic", "allreduce", ["--min", "1"]),
-        ("plain, update=sharded", "allreduce[update=sharded]", []),
+        ("plain, update=replicated", "allreduce[update=replicated]", []),
     ],
     "ps": [
         ("plain", "ps", ["-s", "2"]),

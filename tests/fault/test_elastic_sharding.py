@@ -94,9 +94,8 @@ def test_a_worker_dies_between_chunks_and_its_step_counts(name: str, where: str)
         job.start(train, name, "auto", where)
         diary = Diary(job)
         outcomes = job.ranks.wait(60)
-        assert [o.status for o in outcomes] == [0, -signal.SIGKILL, 0], "\n".join(
-            map(str, outcomes)
-        )
+        ends = [outcome.status for outcome in outcomes]
+        assert ends == [0, -signal.SIGKILL, 0], "\n".join(map(str, outcomes))
         diary.receive_rest()
         diary.require_agreement()
         assert sorted(diary.steps[0]) == list(range(1, STEPS + 1))
@@ -118,12 +117,12 @@ def edit(group: Group, update: str) -> list[str]:
     model, optimizer = pl.distribute(model, optimizer, bucket_mb=0.001, update=update)
     digests = []
     for step in range(30):
+        if step == 3:
+            model[0].bias.requires_grad = True
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(step)) + pl.rank()
         model(x).pow(2).mean().backward()
         if step == 6:
             optimizer.param_groups[0]["momentum"] = 0.9
-        if step == 10:
-            model[0].bias.requires_grad = True
         if step == 13:
             saved = optimizer.state_dict()
         if step == 16:

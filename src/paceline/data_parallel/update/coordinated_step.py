@@ -122,7 +122,7 @@ class ElasticStep:
             result = self._run_resized(update, step)
             is_change_agreed = update.is_change_agreed
         elif update.owes_step:
-            update.catch_up()
+            update.take_part()
             is_change_agreed = update.is_change_agreed
         job.stopping.note_agreement(passed.is_stop_agreed)
         job.elastic.enter_due_generation(agreed=is_change_agreed)

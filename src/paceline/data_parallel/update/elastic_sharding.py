@@ -40,7 +40,9 @@ from paceline.data_parallel.update.host_copy import (
 from paceline.data_parallel.update.optimizer_state import FullState
 from paceline.data_parallel.update.ownership import cut_anywhere, cut_at_borders, is_elementwise
 from paceline.data_parallel.update.step import Step, Update
+from paceline.errors import SharedMemoryError
 from paceline.observe.telemetry.trace import tracer
+from paceline.runtime.console import say
 from paceline.runtime.elastic.session import ElasticSession
 from paceline.state.protocol import Change, Part, State
 
@@ -65,7 +67,7 @@ class ElasticShardedUpdate(Update, Part):
         self._optimizer = weakref.ref(optimizer)
         self._session, self._everyone, self._host = session, everyone, host
         self._engine, self._slots = engine, slots
-        self._can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
+        self._can_share = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         self._memory: HostCopy | None = None
         self._flags = torch.zeros(3)
         self._step: Step | None = None  # the one under way
@@ -95,10 +97,9 @@ class ElasticShardedUpdate(Update, Part):
         self._take(step)
         return self._result
 
-    def catch_up(self) -> None:
-        """Take part in a step whose result this worker has received already."""
-        if self.owes_step:
-            self._take(None)
+    def take_part(self) -> None:
+        """Take part in a step of the others; this worker has received its result already."""
+        self._take(None)
 
     def _take(self, step: Step | None) -> None:
         self._step, self._is_done, self._result = step or _nothing, step is None, None
@@ -116,7 +117,7 @@ class ElasticShardedUpdate(Update, Part):
         """Take the step; return whether a membership change is due."""
         must_leave = self._memory is not None and not self._is_done and self._must_leave()
         self._flags[0] = float(must_leave)
-        self._flags[1] = float(self._apart > 0 or not self._can_see_edits)
+        self._flags[1] = float(self._apart > 0 or not self._can_share)
         self._flags[2] = float(self._session.is_change_due)
         self._wait(partial(self._everyone.all_reduce, self._flags, "max"))
         leaves, stays_apart, changes = (flag > 0 for flag in self._flags.tolist())
@@ -188,7 +189,14 @@ class ElasticShardedUpdate(Update, Part):
         slots = sorted((self._slots[param] for param in self._params), key=lambda s: s.index)
         cut = cut_anywhere if splits else cut_at_borders
         owned = plan_chunks(slots, cut, self._host.size, _CHUNK_ELEMENTS, splits=splits)
-        self._memory = HostCopy(self._engine, self._host, optimizer, self._slots, owned)
+        try:
+            self._memory = HostCopy(self._engine, self._host, optimizer, self._slots, owned)
+        except SharedMemoryError as error:  # on all workers of this host
+            say(
+                f"each worker keeps its own copy of the parameters and the optimizer state: {error}"
+            )
+            self._can_share = False
+            return
         self.state_view.has_loaded = False
 
     def _leave(self, step: Step | None) -> None:
@@ -209,6 +217,11 @@ class ElasticShardedUpdate(Update, Part):
         if self._step is not None and not self._is_done:
             self._run_here()
             self._is_done = True
+
+    def catch_up(self) -> None:
+        if self.owes_step:
+            self._take(None)
+            self._session.enter_due_generation(agreed=self.is_change_agreed)
 
     def state(self) -> State:
         return State(passing={"is_stepping": self._step is not None})

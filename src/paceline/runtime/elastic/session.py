@@ -328,6 +328,7 @@ class ElasticSession:
                 raise
             console.say(str(error))  # a newcomer without its unit
             raise Retired(0) from None
+        self.parts.catch_up()
 
     def exit_for_replacement(self, why: str) -> NoReturn:
         """Exit as a newcomer that cannot join; the launcher starts another one."""
