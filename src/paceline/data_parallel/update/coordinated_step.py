@@ -111,7 +111,7 @@ class ElasticStep:
     def _run_sharded(self, update: ElasticShardedUpdate, step: Step, count: Count) -> Any:
         """Run an update that is a retryable step of its own.
 
-        The step counts before it: whoever has the averages finishes it, whatever happens.
+        The step counts before it: every worker that has the averages finishes it, whatever happens.
         """
         job, result = self._job, None
         passed = self._reducer.take_result()
