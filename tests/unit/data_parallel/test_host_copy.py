@@ -13,7 +13,8 @@ import paceline as pl
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.data_parallel.bucket import Bucket, NamedParameter
-from paceline.data_parallel.update.host_copy import HostCopy, make_chunk, plan_chunks
+from paceline.data_parallel.update.chunks import make_chunk, plan_chunks
+from paceline.data_parallel.update.host_copy import HostCopy
 from paceline.data_parallel.update.ownership import cut_anywhere, cut_at_borders
 from paceline.runtime.job import current
 
@@ -99,7 +100,7 @@ class Host:
         worker, first = copy.copy(self.first), self.first
         worker._rank = rank
         worker._chunks = [make_chunk(one, first._shared, first._groups) for one in worker._mine]
-        worker._saved = [worker._log_of(rank, chunk) for chunk in worker._chunks]
+        worker._saved = [worker._saves(chunk) for chunk in worker._chunks]
         live = {p: p.data for p in values}
         for param, value in values.items():
             param.data = value

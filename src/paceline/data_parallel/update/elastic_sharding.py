@@ -31,12 +31,8 @@ from paceline import _core
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.data_parallel.bucket import ParamSlot
-from paceline.data_parallel.update.host_copy import (
-    HostCopy,
-    is_shareable,
-    params_of,
-    plan_chunks,
-)
+from paceline.data_parallel.update.chunks import is_shareable, params_of, plan_chunks
+from paceline.data_parallel.update.host_copy import HostCopy
 from paceline.data_parallel.update.optimizer_state import FullState
 from paceline.data_parallel.update.ownership import cut_anywhere, cut_at_borders, is_elementwise
 from paceline.data_parallel.update.step import Step, Update
