@@ -116,7 +116,7 @@ class ElasticShardedUpdate(Update, Part):
         self._flags[1] = float(self._apart > 0 or not self._can_share)
         self._flags[2] = float(self._session.is_change_due)
         self._wait(partial(self._everyone.all_reduce, self._flags, "max"))
-        leaves, stays_apart, changes = (flag > 0 for flag in self._flags.tolist())
+        leaves, stays_apart, changes = (bool(flag) for flag in self._flags.tolist())
         if leaves:  # if that goes on, sharing again and again would cost more than it saves
             has_lasted = self._memory is not None and self._memory.steps > _MOST_STEPS_APART
             self._apart = 1 if has_lasted else self._longest_apart

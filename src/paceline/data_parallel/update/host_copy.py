@@ -211,7 +211,7 @@ class HostCopy:
         """Return whether a worker of the host has begun the present step."""
         return any(mark >> 32 == self.steps for mark in self._marks.tolist())
 
-    def full_state(self) -> dict[Param, Entries]:
+    def full_state(self) -> dict[torch.Tensor, Entries]:
         """Return the optimizer state of all parameters, where it is."""
         first: dict[Param, int] = {}
         for piece in self._pieces():
