@@ -7,9 +7,10 @@ of about the same size. The same chunk can be made of the shared memory or of a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from paceline.data_parallel.bucket import ParamSlot
 from paceline.data_parallel.update.ownership import ShardRange
+from paceline.errors import UsageError
 
 Cut = Callable[[Sequence[int], int], list[ShardRange]]
 Param = torch.nn.Parameter
@@ -50,61 +52,66 @@ class Place:
     counters: Mapping[int, Entries]  # other state tensors, by piece: for example its steps
 
 
-@dataclass(frozen=True)
 class Chunk:
     """Some pieces that one call of the optimizer updates."""
 
-    pieces: Sequence[Piece]
-    tensors: Sequence[Param]
-    grads: Sequence[torch.Tensor]
-    by_group: Sequence[list[Param]]
-    state: Sequence[Entries]  # of each tensor
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        tensors: Sequence[Param],
+        by_group: Sequence[list[Param]],
+        state: Sequence[Entries],
+    ) -> None:
+        self._tensors = tensors  # of each piece
+        self._grads = [
+            (tensor, one, one.of(one.slot.averaged))
+            for tensor, one in zip(tensors, pieces, strict=True)
+        ]
+        self._by_group = by_group
+        self._state = {
+            tensor: entries for tensor, entries in zip(tensors, state, strict=True) if entries
+        }
+        self._values = [*chain.from_iterable(map(dict.values, self._state.values()))]
 
     def written(self) -> list[torch.Tensor]:
         """Return all tensors that the optimizer changes."""
-        states = [value for entries in self.state for value in entries.values()]
-        return [*(tensor.detach() for tensor in self.tensors), *states]
+        return [*(tensor.detach() for tensor in self._tensors), *self._values]
 
     def run(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
         """Update this chunk with the optimizer's own step."""
-        for piece, tensor, grad in zip(self.pieces, self.tensors, self.grads, strict=True):
+        for tensor, piece, grad in self._grads:
             tensor.grad = None if piece.slot.param.grad is None else grad
-        with _stepping_on(optimizer, self):
-            return step()
+        groups, outer = optimizer.param_groups, optimizer.state
+        own = [group["params"] for group in groups]
+        held: defaultdict[Any, Any] = defaultdict(dict, self._state)
+        try:
+            for group, params in zip(groups, self._by_group, strict=True):
+                group["params"] = params
+            optimizer.state = held
+            result = step()
+        finally:
+            optimizer.state = outer
+            for group, params in zip(groups, own, strict=True):
+                group["params"] = params
+        self._keep(held, optimizer)
+        return result
 
-
-@contextmanager
-def _stepping_on(optimizer: torch.optim.Optimizer, chunk: Chunk) -> Iterator[None]:
-    """Let the optimizer hold a chunk instead of its own parameters and state, for one step."""
-    groups, outer = optimizer.param_groups, optimizer.state
-    own = [group["params"] for group in groups]
-    held: Any = defaultdict(dict)
-    for tensor, entries in zip(chunk.tensors, chunk.state, strict=True):
-        if entries:
-            held[tensor] = dict(entries)
-    try:
-        for group, params in zip(groups, chunk.by_group, strict=True):
-            group["params"] = params
-        optimizer.state = held
-        yield
-        for tensor, entries in zip(chunk.tensors, chunk.state, strict=True):
-            _keep(held.get(tensor, {}), entries, optimizer)
-    finally:
-        optimizer.state = outer
-        for group, params in zip(groups, own, strict=True):
-            group["params"] = params
-
-
-def _keep(found: Mapping[str, Any], entries: Entries, optimizer: torch.optim.Optimizer) -> None:
-    """Copy state that the optimizer has replaced to where it belongs."""
-    if len(found) != len(entries):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} has made new state {sorted(found.keys() - entries.keys())}"
-            " in a step without a change of its settings; use update=replicated in elastic jobs"
-        )
-    for key, value in entries.items():
-        if found[key] is not value:
-            value.copy_(found[key])
+    def _keep(self, held: Mapping[torch.Tensor, Any], optimizer: torch.optim.Optimizer) -> None:
+        """Copy state that the optimizer has replaced to where it belongs."""
+        found = [*chain.from_iterable(map(dict.values, held.values()))]
+        if len(found) != len(self._values):
+            raise UsageError(
+                f"{type(optimizer).__name__} has made new state in a step, although none of its"
+                " settings has changed; in an elastic job use update=replicated with it"
+            )
+        if all(map(is_, found, self._values)):
+            return
+        for value, other in zip(self._values, found, strict=True):
+            if value is not other:
+                value.copy_(other)
+        values = iter(self._values)
+        for entries in self._state.values():
+            entries.update(zip(entries, values, strict=False))
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Param]:
@@ -112,19 +119,19 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Param]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether there are hooks that would be called for each chunk."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
 def is_shareable(optimizer: torch.optim.Optimizer, slots: Mapping[Param, ParamSlot]) -> bool:
     """Return whether all of an optimizer's parameters and state can be in shared memory."""
     params = params_of(optimizer)
     buckets = {slots[param].bucket for param in params if param in slots}
     updated = set(params)
-    has_hooks = (  # they would be called for each chunk
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
     return (
-        not has_hooks
+        not has_step_hooks(optimizer)
         and all(param in slots for param in params)
         and all(slot.param in updated for bucket in buckets for slot in bucket.slots)
         and all(param in updated for param in optimizer.state)
@@ -165,14 +172,13 @@ def plan_chunks(
 def make_chunk(pieces: Sequence[Piece], place: Place, groups: Sequence[set[Param]]) -> Chunk:
     """Return a chunk of one copy; `groups` are the parameters of each param group."""
     by_group: list[list[Param]] = [[] for _ in groups]
-    tensors, grads, state = [], [], []
+    tensors, state = [], []
     for piece in pieces:
         param = piece.slot.param
         tensors.append(Param(piece.of(place.params[param]), requires_grad=param.requires_grad))
-        grads.append(piece.of(piece.slot.averaged))
         entries = {key: piece.of(value) for key, value in place.state.get(param, {}).items()}
         state.append({**entries, **place.counters.get(piece.number, {})})
         for group, params in zip(by_group, groups, strict=True):
             if param in params:
                 group.append(tensors[-1])
-    return Chunk(pieces, tensors, grads, by_group, state)
+    return Chunk(pieces, tensors, by_group, state)

@@ -31,7 +31,12 @@ from paceline import _core
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.data_parallel.bucket import ParamSlot
-from paceline.data_parallel.update.chunks import is_shareable, params_of, plan_chunks
+from paceline.data_parallel.update.chunks import (
+    has_step_hooks,
+    is_shareable,
+    params_of,
+    plan_chunks,
+)
 from paceline.data_parallel.update.host_copy import HostCopy
 from paceline.data_parallel.update.optimizer_state import FullState
 from paceline.data_parallel.update.ownership import cut_anywhere, cut_at_borders, is_elementwise
@@ -152,7 +157,9 @@ class ElasticShardedUpdate(Update, Part):
         optimizer = self._opt
         params = params_of(optimizer)
         is_same = len(params) == len(self._params) and all(map(is_, params, self._params))
-        if not is_same or self.state_view.has_loaded or _settings_of(optimizer) != self._settings:
+        if not is_same or self.state_view.has_loaded or has_step_hooks(optimizer):
+            return True
+        if _settings_of(optimizer) != self._settings:
             return True
         for param in params:
             grad, averaged = param.grad, self._slots[param].averaged

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class HostCopy:
         whole: dict[Param, dict[str, Any]] = {}
         counters: dict[int, dict[str, Any]] = {}
         for param in self._trained:
-            for key, value in self._optimizer.state.get(param, {}).items():
+            for key, value in sorted(self._optimizer.state.get(param, {}).items()):
                 if value.shape == param.shape:
                     where = space.take(param.numel() * value.dtype.itemsize)
                     like = torch.empty_strided(
@@ -123,7 +124,7 @@ class HostCopy:
                     )
                     whole.setdefault(param, {})[key] = (where, like)
         for piece in self._pieces():
-            for key, value in self._optimizer.state.get(piece.slot.param, {}).items():
+            for key, value in sorted(self._optimizer.state.get(piece.slot.param, {}).items()):
                 if value.shape != piece.slot.param.shape:
                     where = space.take(value.numel() * value.dtype.itemsize)
                     like = torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -175,14 +176,14 @@ class HostCopy:
     def _fill(self, optimizer: torch.optim.Optimizer) -> None:
         self._marks[self._rank] = 0
         with torch.no_grad():
-            for chunk in self._chunks:
-                for piece, tensor, entries in zip(
-                    chunk.pieces, chunk.tensors, chunk.state, strict=True
-                ):
-                    param = piece.slot.param
-                    tensor.copy_(piece.of(param.detach()))
-                    for key, value in optimizer.state.get(param, {}).items():
-                        entries[key].copy_(shard_value(value, param, piece.range))
+            for piece in chain.from_iterable(self._mine):
+                param = piece.slot.param
+                piece.of(self._shared.params[param]).copy_(piece.of(param.detach()))
+                whole = self._state.get(param, {})
+                counters = self._counters.get(piece.number, {})
+                for key, value in optimizer.state.get(param, {}).items():
+                    there = piece.of(whole[key]) if key in whole else counters[key]
+                    there.copy_(shard_value(value, param, piece.range))
 
     # -- steps --------------------------------------------------------------------------------
 
