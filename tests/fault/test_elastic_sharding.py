@@ -147,4 +147,5 @@ def test_what_scripts_change_is_as_with_the_replicated_update() -> None:
         with elastic_job(policy(3)) as job:
             job.start(edit, update)
             found += job.ranks.values(60)
-    assert all(digests == found[0] for digests in found)
+    differing = [step for step in range(30) if len({digests[step] for digests in found}) > 1]
+    assert not differing, [[digests[step] for digests in found] for step in differing[:2]]

@@ -257,6 +257,9 @@ class _SharedState(FullState):
 
     def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(state_dict)
+        for entries in self._opt.state.values():  # it may have been a view of the shared memory
+            for key, value in entries.items():
+                entries[key] = value.clone() if isinstance(value, torch.Tensor) else value
         self.has_loaded = True
 
 
