@@ -111,19 +111,23 @@ class ElasticStep:
     def _run_sharded(self, update: ElasticShardedUpdate, step: Step, count: Count) -> Any:
         """Run an update that is a retryable step of its own.
 
-        The step counts before it: every worker that has the averages finishes it, whatever happens.
+        The samples count before it: a worker that has the averages finishes the step in any case.
         """
         job, result = self._job, None
         passed = self._reducer.take_result()
         job.contribution.commit()
         is_change_agreed = False
+        takes_part = True
         if not passed.has_caught_up:
-            count(0.0)
             result = self._run_resized(update, step)
-            is_change_agreed = update.is_change_agreed
         elif update.owes_step:
             update.take_part()
+        else:
+            takes_part = False  # the state that was received has this step in it
+        if takes_part:
             is_change_agreed = update.is_change_agreed
+            if not update.was_late:  # else the workers ahead of this one counted it
+                count(0.0)
         job.stopping.note_agreement(passed.is_stop_agreed)
         job.elastic.enter_due_generation(agreed=is_change_agreed)
         return result

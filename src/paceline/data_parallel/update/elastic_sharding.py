@@ -42,6 +42,7 @@ from paceline.data_parallel.update.optimizer_state import FullState
 from paceline.data_parallel.update.ownership import cut_anywhere, cut_at_borders, is_elementwise
 from paceline.data_parallel.update.step import Step, Update
 from paceline.errors import SharedMemoryError
+from paceline.observe.telemetry.reporter import Reporter
 from paceline.observe.telemetry.trace import tracer
 from paceline.runtime.console import say
 from paceline.runtime.elastic.session import ElasticSession
@@ -60,13 +61,15 @@ class ElasticShardedUpdate(Update, Part):
         self,
         optimizer: torch.optim.Optimizer,
         session: ElasticSession,
+        reporter: Reporter,
         everyone: Group,
         host: Group,
         engine: _core.Engine,
         slots: Mapping[torch.nn.Parameter, ParamSlot],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._session, self._everyone, self._host = session, everyone, host
+        self._session, self._reporter = session, reporter
+        self._everyone, self._host = everyone, host
         self._engine, self._slots = engine, slots
         self._can_share = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         self._memory: HostCopy | None = None
@@ -80,6 +83,7 @@ class ElasticShardedUpdate(Update, Part):
         self._with_grads: set[torch.nn.Parameter] = set()
         self.owes_step = False  # this worker has the state of one that is in such a step
         self.is_change_agreed = False  # after the last step
+        self.was_late = False  # in the last step this worker received the state of the others
         self.state_view = _SharedState(optimizer, self)
 
     def close(self) -> None:
@@ -112,6 +116,7 @@ class ElasticShardedUpdate(Update, Part):
         finally:
             self._step = None
         self.owes_step = False
+        self.was_late = bool(late)
         self.is_change_agreed = changes and not late
 
     def _attempt(self) -> bool:
@@ -224,6 +229,8 @@ class ElasticShardedUpdate(Update, Part):
     def catch_up(self) -> None:
         if self.owes_step:
             self._take(None)
+            if not self.was_late:
+                self._reporter.steps_done += 1  # in the state that was received it is not counted
             self._session.enter_due_generation(agreed=self.is_change_agreed)
 
     def state(self) -> State:
