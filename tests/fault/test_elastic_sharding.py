@@ -104,7 +104,7 @@ def test_a_worker_dies_between_chunks_and_its_step_counts(name: str, where: str)
         assert diary.steps[0][KILLED_IN + 1][0] == 2
         values = [o.value for o in outcomes if o.status == 0]
         assert values[0] == values[1]
-        assert values[0]["shared"] == STEPS - 1  # all but the first one
+        assert values[0]["shared"] == STEPS - 2  # all but the first, and that after the loss
 
 
 def edit(group: Group, update: str) -> list[str]:

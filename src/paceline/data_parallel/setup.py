@@ -141,7 +141,6 @@ class TrainingSetup:
             self.elastic_update = ElasticShardedUpdate(
                 optimizer,
                 self.job.elastic,
-                self.job.reporter,
                 self.form("update"),
                 self._form_on_host("host"),
                 self.job.fabric.engine,

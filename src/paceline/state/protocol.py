@@ -110,10 +110,6 @@ class Part:
     def resume(self, change: Change) -> None:
         """Continue with other members. May communicate: all workers call it."""
 
-    def catch_up(self) -> None:
-        """Called once on a newcomer that has joined: take part in the step that the others are in,
-        if the state that was loaded is of the middle of one."""
-
 
 class UserObject(Part):
     """An object of the script as a part: `pl.carry(ema=ema)`, `pl.Checkpoint(..., ema=ema)`."""

@@ -24,7 +24,6 @@ class StatefulParts:
         self._parts[name] = part
         if name in self._early:
             part.load(*self._early.pop(name))
-            part.catch_up()
 
     def unregister(self, name: str) -> None:
         """Let a part take part in changes no more."""
@@ -49,11 +48,6 @@ class StatefulParts:
         """Let all parts finish what is under way."""
         for part in self._parts.values():
             part.pause()
-
-    def catch_up(self) -> None:
-        """Let all parts of a newcomer take part in the step that the others are in."""
-        for part in list(self._parts.values()):
-            part.catch_up()
 
     def states(self) -> dict[str, State]:
         """Return the states of all parts."""

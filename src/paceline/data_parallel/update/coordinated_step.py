@@ -117,16 +117,10 @@ class ElasticStep:
         passed = self._reducer.take_result()
         job.contribution.commit()
         is_change_agreed = False
-        takes_part = True
-        if not passed.has_caught_up:
+        if not passed.has_caught_up:  # else the state that was received has this step in it
             result = self._run_resized(update, step)
-        elif update.owes_step:
-            update.take_part()
-        else:
-            takes_part = False  # the state that was received has this step in it
-        if takes_part:
             is_change_agreed = update.is_change_agreed
-            if not update.was_late:  # else the workers ahead of this one counted it
+            if not update.was_late:  # else it is counted in the state that was received
                 count(0.0)
         job.stopping.note_agreement(passed.is_stop_agreed)
         job.elastic.enter_due_generation(agreed=is_change_agreed)

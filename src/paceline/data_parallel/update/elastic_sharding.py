@@ -9,8 +9,8 @@ changed parameters, loaded state or changed settings that decide which state the
 
 A step is a retryable step of its own, after the exchange of the gradients. It begins with an
 exchange of flags among all workers: no worker updates parameters with which another still computes,
-and none is more than one retryable step ahead. If a worker is lost in it, every survivor finishes
-the step in its own copy (`pause`), before any of them sends its state.
+and none is more than one retryable step ahead. If the members change in it, every worker finishes
+the step in its own copy (`pause`), before any of them sends its state; it is not repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from paceline.data_parallel.update.optimizer_state import FullState
 from paceline.data_parallel.update.ownership import cut_anywhere, cut_at_borders, is_elementwise
 from paceline.data_parallel.update.step import Step, Update
 from paceline.errors import SharedMemoryError
-from paceline.observe.telemetry.reporter import Reporter
 from paceline.observe.telemetry.trace import tracer
 from paceline.runtime.console import say
 from paceline.runtime.elastic.session import ElasticSession
@@ -61,15 +60,13 @@ class ElasticShardedUpdate(Update, Part):
         self,
         optimizer: torch.optim.Optimizer,
         session: ElasticSession,
-        reporter: Reporter,
         everyone: Group,
         host: Group,
         engine: _core.Engine,
         slots: Mapping[torch.nn.Parameter, ParamSlot],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._session, self._reporter = session, reporter
-        self._everyone, self._host = everyone, host
+        self._session, self._everyone, self._host = session, everyone, host
         self._engine, self._slots = engine, slots
         self._can_share = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         self._memory: HostCopy | None = None
@@ -81,9 +78,8 @@ class ElasticShardedUpdate(Update, Part):
         self._settings: list[Any] = []  # with which the state was made
         self._params: list[torch.nn.Parameter] = []  # of the same step
         self._with_grads: set[torch.nn.Parameter] = set()
-        self.owes_step = False  # this worker has the state of one that is in such a step
         self.is_change_agreed = False  # after the last step
-        self.was_late = False  # in the last step this worker received the state of the others
+        self.was_late = False  # since the last step began, a state was received that has it
         self.state_view = _SharedState(optimizer, self)
 
     def close(self) -> None:
@@ -96,28 +92,29 @@ class ElasticShardedUpdate(Update, Part):
         """What the workers of this host share at the moment."""
         return self._memory
 
+    @property
+    def has_uncounted(self) -> bool:
+        """Whether there is a step under way that is not in this worker's number of steps."""
+        return self._step is not None and not self.was_late
+
     # -- steps --------------------------------------------------------------------------------
 
     def run(self, step: Step) -> Any:
         self._take(step)
         return self._result
 
-    def take_part(self) -> None:
-        """Take part in a step of the others; this worker has received its result already."""
-        self._take(None)
-
-    def _take(self, step: Step | None) -> None:
-        self._step, self._is_done, self._result = step or _nothing, step is None, None
+    def _take(self, step: Step) -> None:
+        self._step, self._is_done, self._result = step, False, None
+        self.was_late = False
         if self._memory is not None:
             self._memory.begin_step()
-        late: list[bool] = []  # this worker has received the result instead
+        is_cut: list[bool] = []  # the members have changed in it, and that has ended it
         try:
-            changes = self._session.run_step(self._attempt, partial(late.append, True))
+            end = partial(is_cut.append, True)
+            changes = self._session.run_step(self._attempt, end, settles=True)
         finally:
             self._step = None
-        self.owes_step = False
-        self.was_late = bool(late)
-        self.is_change_agreed = changes and not late
+        self.is_change_agreed = not is_cut and changes
 
     def _attempt(self) -> bool:
         """Take the step; return whether a membership change is due."""
@@ -226,19 +223,8 @@ class ElasticShardedUpdate(Update, Part):
             self._run_here()
             self._is_done = True
 
-    def catch_up(self) -> None:
-        if self.owes_step:
-            self._take(None)
-            if not self.was_late:
-                self._reporter.steps_done += 1  # in the state that was received it is not counted
-            self._session.enter_due_generation(agreed=self.is_change_agreed)
-
-    def state(self) -> State:
-        return State(passing={"is_stepping": self._step is not None})
-
-    def load(self, state: State, change: Change | None) -> None:
-        if change is not None:
-            self.owes_step = state.passing["is_stepping"]
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
+        self.was_late = True
 
     @property
     def _opt(self) -> torch.optim.Optimizer:
@@ -283,7 +269,3 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _allocate(engine: _core.Engine, count: int, dtype: torch.dtype) -> torch.Tensor:
     return allocate(engine, (count,), dtype)
-
-
-def _nothing() -> None:
-    pass
