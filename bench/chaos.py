@@ -2,6 +2,7 @@
 
     python bench/chaos.py                            # all-reduce and ps, both rates
     python bench/chaos.py --pace allreduce --mtbf 1.0 --steps 100
+    python bench/chaos.py --coordinator-weight 0.1   # kills by role as in a cluster
 
 Of every job (4 workers; with servers 2 of them, each value on both) random processes are killed
 with SIGKILL, workers, servers and the coordinator alike, with a mean time between failures given in
@@ -110,7 +111,8 @@ def torment(job, diary: Path, arguments, seed: int, mtbf: float, step_s: float) 
             return {}
         time.sleep(0.05)
     time.sleep(2 * step_s)
-    killer = Killer(diary, seed, ROLES if not arguments.roles else tuple(arguments.roles), job.pid)
+    roles = ROLES if not arguments.roles else tuple(arguments.roles)
+    killer = Killer(diary, seed, roles, job.pid, arguments.coordinator_weight)
     deadline_s = time.monotonic() + arguments.limit_s
     try:
         while time.monotonic() < deadline_s:
@@ -140,6 +142,12 @@ def main() -> None:
         "--seeds", type=int, default=5, help="fault-free runs to compare the loss with"
     )
     parser.add_argument("--roles", nargs="+", choices=ROLES)
+    parser.add_argument(
+        "--coordinator-weight",
+        type=float,
+        default=1.0,
+        help="how often the coordinator is killed, relative to a worker; as in a cluster: 0.1",
+    )
     parser.add_argument("--limit-s", type=float, default=1200)
     parser.add_argument("--show", action="store_true", help="print what the jobs print")
     arguments = parser.parse_args()

@@ -5,8 +5,8 @@
 
 The same training (bench/chaos_runs/train.py) runs as a plain job, as an elastic one, and with every
 partition on two servers, one after the other, in several rounds. Reported: the median step of each,
-the smallest and the median over the rounds, and how many times the plain job's step that is. The
-first seconds are left out: caches fill, and the workers meet.
+the smallest and the median over the rounds, how many times the plain job's step that is, and the
+CPU time of one worker per step. The first seconds are left out: caches fill, and the workers meet.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TRAIN = HERE / "chaos_runs" / "train.py"
 _WARM_S = 6.0
 WAYS = {
     "allreduce": [
-        ("plain, update=replicated", "allreduce[update=replicated]", []),
+        ("plain", "allreduce", []),
         ("elastic", "allreduce", ["--min", "1"]),
-        ("plain, update=sharded", "allreduce[update=sharded]", []),
+        ("plain, update=replicated", "allreduce[update=replicated]", []),
     ],
     "ps": [
         ("plain", "ps", ["-s", "2"]),
@@ -41,8 +41,9 @@ WAYS = {
 }
 
 
-def step_s(pace: str, options: list[str], arguments: argparse.Namespace) -> float:
-    """Train once; return the median time between two steps of a worker, once all is warm."""
+def step_s(pace: str, options: list[str], arguments: argparse.Namespace) -> tuple[float, float]:
+    """Train once; return the median time between two steps of a worker, once all is warm, and the
+    CPU time of a step."""
     with tempfile.TemporaryDirectory(prefix="paceline-cost-") as diary:
         command = [sys.executable, "-m", "paceline", "run", "-n", str(arguments.workers)]
         command += [*options, "--pace", pace, str(TRAIN), "--steps", str(arguments.steps)]
@@ -51,13 +52,14 @@ def step_s(pace: str, options: list[str], arguments: argparse.Namespace) -> floa
         if done.returncode:
             sys.stdout.write(done.stdout.decode() + done.stderr.decode())
             raise SystemExit(f"{' '.join(command)} ended with code {done.returncode}")
-        gaps = []
+        gaps, cpu_s = [], []
         for path in Path(diary).glob("*.txt"):
             lines = [line.split() for line in path.read_text().splitlines()]
-            times = [float(line[0]) for line in lines if line[1] == "step"]
-            times = [at_s for at_s in times if at_s > times[0] + _WARM_S]
-            gaps += [b - a for a, b in zip(times, times[1:], strict=False)]
-        return statistics.median(gaps)
+            steps = [(float(line[0]), float(line[5])) for line in lines if line[1] == "step"]
+            warm = [step for step in steps if step[0] > steps[0][0] + _WARM_S]
+            gaps += [b[0] - a[0] for a, b in zip(warm, warm[1:], strict=False)]
+            cpu_s.append((warm[-1][1] - warm[0][1]) / (len(warm) - 1))
+        return statistics.median(gaps), statistics.mean(cpu_s)
 
 
 def main() -> None:
@@ -65,6 +67,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pace", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", type=int, default=3, help="only the first of each pace")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
@@ -73,21 +76,26 @@ def main() -> None:
     arguments = parser.parse_args()
     found = {}
     for pace in arguments.pace:
-        times: dict[str, list[float]] = {name: [] for name, _, _ in WAYS[pace]}
+        ways = WAYS[pace][: arguments.ways]
+        times: dict[str, list[float]] = {name: [] for name, _, _ in ways}
+        cpu: dict[str, list[float]] = {name: [] for name, _, _ in ways}
         for _ in range(arguments.rounds):
-            for name, text, options in WAYS[pace]:
-                times[name].append(step_s(text, options, arguments))
-        base = times[WAYS[pace][0][0]]
+            for name, text, options in ways:
+                gap_s, cpu_s = step_s(text, options, arguments)
+                times[name].append(gap_s)
+                cpu[name].append(cpu_s)
+        base = times[ways[0][0]]
         print(f"{pace}: {arguments.workers} workers, median step")
         for name, values in times.items():
             best, median = min(values), statistics.median(values)
             ratio = best / min(base), median / statistics.median(base)
             print(
                 f"  {name:26} min {1000 * best:7.1f} ms  median {1000 * median:7.1f} ms"
-                f"   x {ratio[0]:.3f} (of min)  x {ratio[1]:.3f} (of median)",
+                f"   x {ratio[0]:.3f} (of min)  x {ratio[1]:.3f} (of median)"
+                f"   CPU min {1000 * min(cpu[name]):.1f} ms",
                 flush=True,
             )
-        found[pace] = times
+        found[pace] = {"step_s": times, "cpu_s": cpu}
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / "elastic_cost.json").write_text(json.dumps(found, indent=1))
 

@@ -81,7 +81,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             counted = len(x) if job.contribution.weight else 0  # 0: it took part with nothing
-            diary.note("step", job.steps_done, counted, pl.world_size())
+            diary.note("step", job.steps_done, counted, pl.world_size(), time.process_time())
             pl.report(loss=loss.item())
             if job.steps_done >= arguments.steps:
                 break

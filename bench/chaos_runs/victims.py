@@ -23,13 +23,18 @@ from paceline.errors import PacelineError
 
 
 class Killer:
-    """Chooses among the processes that are members at the moment, each as likely as the other."""
+    """Chooses among the processes that are members at the moment.
 
-    def __init__(self, diary: Path, seed: int, roles: tuple[str, ...], coordinator: int) -> None:
+    Workers and servers are equally likely; the coordinator is `weight` times as likely as one.
+    """
+
+    def __init__(
+        self, diary: Path, seed: int, roles: tuple[str, ...], coordinator: int, weight: float = 1.0
+    ) -> None:
         address, secret_file, job_id = json.loads((diary / "job.json").read_text())
         self._operator = Operator.connect(address, load_secret(secret_file), job_id)
         self._chance = random.Random(seed)
-        self._roles = roles
+        self._roles, self._weight = roles, weight
         self._launcher, self._diary = coordinator, diary
         self.kills: list[tuple[float, str, int, int]] = []  # when, role, number, pid
 
@@ -63,9 +68,10 @@ class Killer:
         ]
         if "coordinator" in self._roles:
             targets += [("coordinator", 0, pid) for pid in _coordinators(self._launcher)]
-        if not targets:
+        weights = [self._weight if role == "coordinator" else 1.0 for role, _, _ in targets]
+        if not any(weights):
             return False
-        role, number, pid = self._chance.choice(targets)
+        ((role, number, pid),) = self._chance.choices(targets, weights)
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
             os.kill(pid, signal.SIGKILL)
             self.kills.append((time.time(), role, number, pid))

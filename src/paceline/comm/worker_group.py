@@ -59,6 +59,19 @@ class WorkerGroup(Group):
         return core
 
 
+class HostWorkers(WorkerGroup):
+    """The workers of this host."""
+
+    def __init__(self, fabric: Fabric, name: str) -> None:
+        super().__init__(fabric, f"{name} on {fabric.me.host_id}")
+
+    def _set_workers(self, membership: Membership) -> None:
+        here, me = self._fabric.me.host_id, self._fabric.rank
+        workers = [rank for rank in membership.workers if membership.member(rank).host_id == here]
+        present = tuple(workers) if me in workers else (me,)
+        self._set_members(present, membership.workers_since)
+
+
 class _Unformed:
     """Placeholder for the engine's group: forms it at the first use."""
 

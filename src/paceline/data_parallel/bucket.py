@@ -260,11 +260,14 @@ class Bucket:
         self.is_open = False  # takes small gradients by the fast path (reducer.py)
         self.refresh()
 
-    def move_params(self, flat: torch.Tensor) -> None:
-        """Let the parameters live in other memory, which has their values already."""
-        self.params = self.shown = flat
+    def move_params(self, flat: torch.Tensor, shown: torch.Tensor | None = None) -> None:
+        """Let the parameters live in other memory, which has their values already.
+
+        `shown`: the same memory as the script sees it.
+        """
+        self.params, self.shown = flat, flat if shown is None else shown
         for slot in self.slots:
-            slot.shown = slot.segment.alias(flat)
+            slot.shown = slot.segment.alias(self.shown)
             slot.param.data = slot.shown
 
     def refresh(self) -> None:

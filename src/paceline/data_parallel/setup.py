@@ -16,6 +16,7 @@ from paceline.comm.device_group import ByPlace
 from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
+from paceline.comm.worker_group import HostWorkers
 from paceline.compress.codec import Allocate
 from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.data_parallel.bucket import Bucket
@@ -23,6 +24,7 @@ from paceline.data_parallel.bucket_allocator import BucketAllocator
 from paceline.data_parallel.checks.placement import device_of
 from paceline.data_parallel.device_setup import DeviceSetup
 from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.update.elastic_sharding import ElasticShardedUpdate
 from paceline.data_parallel.update.optimizer_state import HostState
 from paceline.data_parallel.update.ownership import is_elementwise
 from paceline.data_parallel.update.served import ServedUpdate
@@ -64,6 +66,7 @@ class TrainingSetup:
         self.method: Method | None = None
         self.centre: Centre | None = None
         self._host_state: HostState | None = None
+        self.elastic_update: ElasticShardedUpdate | None = None
         self.shares_params = self.is_common = False
         self.on_device: DeviceSetup | None = None  # if the model has parameters on one
 
@@ -90,6 +93,8 @@ class TrainingSetup:
         """Release servers and groups, also if only some were created."""
         if self._host_state is not None:
             self._host_state.close()
+        if self.elastic_update is not None:
+            self.elastic_update.close()
         if self.serving is not None:
             self.serving.close()
         if self.on_device is not None:
@@ -112,6 +117,11 @@ class TrainingSetup:
         group = self.form("statistics")
         return group if self.on_device is None else self.on_device.form_by_place(group)
 
+    def _form_on_host(self, use: str) -> Group:
+        """Create a group of the workers of this host, which follows changes. Collective there."""
+        self._groups.append(HostWorkers(self.job.fabric, f"{self.name} {use}"))
+        return self._groups[-1]
+
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new engine memory."""
         return allocate(self.job.fabric.engine, (count,), dtype)
@@ -133,6 +143,16 @@ class TrainingSetup:
         """Return the update that runs the optimizer's steps."""
         if self.serving is not None:
             return self.serving.update
+        if self._shares_elastically(optimizer):
+            self.elastic_update = ElasticShardedUpdate(
+                optimizer,
+                self.job.elastic,
+                self.form("update"),
+                self._form_on_host("host"),
+                self.job.fabric.engine,
+                allocator.slots,
+            )
+            return self.elastic_update
         if not self.shares_params:
             return ReplicatedUpdate()
         engine, slots = self.job.fabric.engine, allocator.shared_slots
@@ -214,6 +234,18 @@ class TrainingSetup:
         )
         return "none" if is_alone and self.exchange.traits.is_collective else "own"
 
+    def _shares_elastically(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the workers of a host share memory between changes of an elastic job.
+
+        The same on all workers, also on those that join later.
+        """
+        if not self.job.elastic.is_on or self.serving is not None or self.method is not None:
+            return False
+        if self.on_device is not None or self.job.part_suffix:
+            return False
+        wanted = self.options.update
+        return wanted == "sharded" or (wanted == "auto" and is_elementwise(optimizer))
+
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.serving is not None:
             return self.serving.shares_memory
@@ -222,7 +254,7 @@ class TrainingSetup:
         if self.method is not None:
             return False  # workers have different values most of the time
         if self.options.update == "replicated" or self.job.elastic.is_on:
-            return False  # elastic: a lost worker would take its shard of the state with it
+            return False  # elastic: what is shared changes with the workers
         if self.options.update == "sharded":
             return True
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h

@@ -3,6 +3,7 @@
 A PART is anything that has state between two steps: the training of a model, its pace, its codec,
 the data, a learning-rate schedule. Its name is the same on all workers.
 
+    pause()               the members change: finish what is under way, by itself
     state()               return its state
     load(state, change)   load the state of a peer (`change` describes the membership change), or of
                           a checkpoint (`change` is None)
@@ -94,6 +95,10 @@ class Change:
 
 class Part:
     """Has state between two steps. Called on the main thread. By default it has none."""
+
+    def pause(self) -> None:
+        """Finish what is under way, so that `state` and `load` find a whole step. All workers that
+        live have stopped. Does not communicate, and may be called several times for one change."""
 
     def state(self) -> State:
         """Return its state."""

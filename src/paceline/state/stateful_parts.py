@@ -44,6 +44,11 @@ class StatefulParts:
         staged, self._staged = self._staged or {}, None
         self._parts.update(staged)
 
+    def pause(self) -> None:
+        """Let all parts finish what is under way."""
+        for part in self._parts.values():
+            part.pause()
+
     def states(self) -> dict[str, State]:
         """Return the states of all parts."""
         return {name: part.state() for name, part in self._parts.items()}

@@ -29,6 +29,15 @@ def test_whoever_is_one_behind_receives_from_one_who_is_not():
     assert (verdict.source, verdict.behind, verdict.passed) == (1, (0,), 8)
 
 
+def test_workers_that_meet_in_a_step_that_each_can_finish_have_passed_it():
+    inside = [WorkerStatus(rank, 7, 1, (0, 1, 2, 3), settles=True) for rank in (1, 2)]
+    assert plan_recovery(inside).passed == 8
+    late = plan_recovery([worker(0, 6), *inside])
+    assert (late.source, late.behind, late.passed) == (1, (0,), 8)
+    ahead = plan_recovery([*inside, worker(3, 8)])  # which has passed it without them
+    assert (ahead.source, ahead.behind, ahead.passed) == (3, (1, 2), 8)
+
+
 def test_a_newcomer_never_gives():
     verdict = plan_recovery([worker(5, 0, is_new=True), worker(1, 8), worker(2, 8)])
     assert (verdict.source, verdict.receivers) == (1, (5,))

@@ -19,13 +19,14 @@ from paceline.data_parallel.model_state.buffers import Buffers
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.setup import TrainingSetup
 from paceline.data_parallel.update.coordinated_step import ElasticStep
+from paceline.data_parallel.update.elastic_sharding import ElasticShardedUpdate
 from paceline.errors import InconsistentRanks
 from paceline.pace.method import PaceState
 from paceline.runtime.job import Job
 from paceline.state.protocol import Change, Part, State
 
 _NO_SETTINGS = ("params", "param_names")
-_USES = ("", " pace", " memory", " codec")
+_USES = ("", " pace", " memory", " codec", " update")
 
 
 class TrainingState(Part):
@@ -38,12 +39,14 @@ class TrainingState(Part):
         optimizer: torch.optim.Optimizer,
         buffers: Buffers,
         is_local: bool,
+        update: ElasticShardedUpdate | None = None,
     ) -> None:
         self._job = job
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._buffers = buffers
         self._is_local = is_local  # parameters and optimizer state are on the workers
+        self._update = update  # which finishes the step under way before the state is asked for
 
     def state(self) -> State:
         """Return everything, as it was after the last step that all agreed on."""
@@ -56,7 +59,8 @@ class TrainingState(Part):
             shared["params"] = {name: p.detach() for name, p in model.named_parameters()}
             shared["optimizer"] = optimizer.state_dict()["state"]
         what = f"the optimizer {type(optimizer).__name__}"
-        return State(counts=self._job.steps_done, shared=shared, what=what)
+        steps = self._job.steps_done + (self._update is not None and self._update.has_uncounted)
+        return State(counts=steps, shared=shared, what=what)
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         """Load everything."""
@@ -106,13 +110,16 @@ def register_elastic(
             is_served=is_served,
             resize_lr=setup.options.resize_lr,
         )
-    kept = TrainingState(setup.job, model, optimizer, buffers, not is_served)
+    parts = (model, optimizer, buffers, not is_served, setup.elastic_update)
+    kept = TrainingState(setup.job, *parts)
     elastic.register(setup.name, kept)
     if setup.method is not None:
         elastic.register(f"{setup.name} pace", PaceState(setup.method))
     # The state on servers stays there; only the workers' is transferred.
     if setup.exchange.traits.is_collective and setup.exchange.residuals is not None:
         elastic.register(f"{setup.name} codec", setup.exchange.residuals)
+    if setup.elastic_update is not None:
+        elastic.register(f"{setup.name} update", setup.elastic_update)
     if setup.is_common:
         memory = CommonMemory(setup.host, allocator, is_newcomer=elastic.is_joining)
         elastic.register(f"{setup.name} memory", memory)

@@ -189,7 +189,7 @@ class PaceChoice:
         if job.elastic.is_on:
             _refuse_in_elastic_jobs(options)
             if job.part_suffix:
-                _refuse_in_units(pace)
+                _refuse_in_units(pace, options)
 
     @property
     def _numbers(self) -> tuple[int, int]:
@@ -296,8 +296,14 @@ def _refuse_apart(job: Job, pace: PaceSpec) -> None:
         )
 
 
-def _refuse_in_units(pace: PaceSpec) -> None:
+def _refuse_in_units(pace: PaceSpec, options: Options) -> None:
     """Raise for paces at which a newcomer's shards would be of different steps."""
+    if options.update == "sharded":
+        raise UsageError(
+            "update=sharded cannot be used in an elastic job on a mesh: workers that share memory"
+            " would have to be lost and replaced together with their units; use update=replicated"
+            " (or auto), or start the job without --min, --max and --on-loss"
+        )
     if pace.is_free_running or pace.name == "backup":
         raise UsageError(
             f"pace {pace} in an elastic job with a sharded model: workers take different numbers of"
@@ -314,12 +320,6 @@ def _refuse_in_elastic_jobs(options: Options) -> None:
             "batchnorm=global cannot be used in an elastic job: its exchange is in the middle of"
             " forward, which cannot be repeated when a worker is lost; use batchnorm=local, or"
             " start the job without --min, --max and --on-loss"
-        )
-    if options.update == "sharded":
-        raise UsageError(
-            "update=sharded cannot be used in an elastic job: a lost worker would take its shard of"
-            " the optimizer's state with it; use update=replicated (or auto), or start the job"
-            " without --min, --max and --on-loss"
         )
 
 

@@ -32,6 +32,7 @@ from paceline.comm.group import Group
 from paceline.data_parallel.bucket import Bucket
 from paceline.data_parallel.model_state.buffers import Buffers
 from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.update.elastic_sharding import ElasticShardedUpdate
 from paceline.data_parallel.update.step import Step, Update
 from paceline.observe.telemetry.trace import Stopwatch, tracer
 from paceline.pace.method import Method
@@ -88,6 +89,8 @@ class ElasticStep:
 
     def run(self, update: Update, step: Step, count: Count) -> Any:
         """Run the update; call `count`, unless other workers have counted the step already."""
+        if isinstance(update, ElasticShardedUpdate):
+            return self._run_sharded(update, step, count)
         job, result = self._job, None
         passed = self._reducer.take_result()
         if not passed.has_caught_up:  # else the state that was received has this step in it
@@ -102,6 +105,24 @@ class ElasticStep:
         if not (passed.has_caught_up or late):  # else the workers ahead of this one counted it
             count(time.perf_counter() - start_s if self._asks else 0.0)
         job.stopping.note_agreement(is_stop_agreed)
+        job.elastic.enter_due_generation(agreed=is_change_agreed)
+        return result
+
+    def _run_sharded(self, update: ElasticShardedUpdate, step: Step, count: Count) -> Any:
+        """Run an update that is a retryable step of its own.
+
+        The samples count before it: a worker that has the averages finishes the step in any case.
+        """
+        job, result = self._job, None
+        passed = self._reducer.take_result()
+        job.contribution.commit()
+        is_change_agreed = False
+        if not passed.has_caught_up:  # else the state that was received has this step in it
+            result = self._run_resized(update, step)
+            is_change_agreed = update.is_change_agreed
+            if not update.was_late:  # else it is counted in the state that was received
+                count(0.0)
+        job.stopping.note_agreement(passed.is_stop_agreed)
         job.elastic.enter_due_generation(agreed=is_change_agreed)
         return result
 

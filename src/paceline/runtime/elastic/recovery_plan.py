@@ -22,6 +22,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     workers: tuple[int, ...] = ()  # of that generation
     lost: tuple[Loss, ...] = ()  # since then
     is_new: bool = False
+    settles: bool = False  # it has finished the step that it is in, unless others have passed it
 
 
 class RecoveryPlan(msgspec.Struct, frozen=True):
@@ -61,8 +62,10 @@ def plan_recovery(statuses: Sequence[WorkerStatus]) -> RecoveryPlan:
     adopted = max(status.adopted for status in old)
     source = next(s for s in old if (s.passed, s.adopted) == (passed, adopted))
     lost = {loss.rank: loss for status in old for loss in status.lost}
+    # A step that can be finished by each worker alone is passed by meeting in the middle of it.
+    is_settled = all(status.settles for status in old if status.passed == passed)
     return RecoveryPlan(
-        passed=passed,
+        passed=passed + is_settled,
         source=source.rank,
         before=source.workers,
         lost=tuple(lost[rank] for rank in source.workers if rank in lost),

@@ -79,6 +79,7 @@ class ElasticSession:
         self._is_first_of_unit = unit is None or unit.membership.ranks[0] == fabric.rank
         self.parts = StatefulParts()
         self._raises = False  # see `raising_losses`
+        self._settles = False  # see `run_step`
         self._result: Any = None  # of the last step passed
         self._entered = fabric.membership  # the last one that was entered completely
         self._out_since_s = 0.0  # when this worker saw in a wait that it is to leave
@@ -115,24 +116,34 @@ class ElasticSession:
     # -- retryable steps ----------------------------------------------------------------------
 
     def run_step(
-        self, attempt: Callable[[], T], when_behind: Callable[[], None] = lambda: None
+        self,
+        attempt: Callable[[], T],
+        when_behind: Callable[[], None] = lambda: None,
+        *,
+        settles: bool = False,
     ) -> T:
         """Take a retryable step: a collective whose result is plain data. It is repeated while
         workers are lost.
 
         If other workers had passed this step before a worker was lost, and this one had not, their
         result is returned: this worker has received their state too, and `when_behind` is called.
+
+        `settles`: each worker can finish this step alone, in `Part.pause`. So a change in the
+        middle of it is the end of it, also with `when_behind`; the result has no meaning then.
         """
         if not self.is_on:
             return attempt()
+        self._settles = settles
         while True:
             try:
                 result = attempt() if self._unit is None else self._attempt_with_unit(attempt)
                 break
             except PeerError as error:
                 if self._recover(error):
+                    self._settles = False
                     when_behind()
                     return self._result  # type: ignore[no-any-return]
+        self._settles = False
         self.num_passed += 1
         self._result = result
         return result
@@ -240,6 +251,7 @@ class ElasticSession:
         plan = plan_recovery(statuses)
         if self._fabric.rank in plan.behind:
             self.parts.unstage()
+        self.parts.pause()  # all others have stopped, too: they have sent their status
         change = Change(
             generation=membership.generation,
             before=plan.before,
@@ -263,6 +275,7 @@ class ElasticSession:
             workers=workers,
             lost=tuple(losses[rank] for rank in gone if rank in losses),
             is_new=self.is_joining,
+            settles=self._settles,
         )
 
     def _transfer(self, plan: RecoveryPlan, change: Change) -> None:
@@ -274,7 +287,8 @@ class ElasticSession:
         elif self._fabric.rank in plan.receivers:
             states, self._result = transfer.receive(group, group.ranks.index(plan.source))
             self.parts.load(states, change)
-        self.num_passed = plan.passed
+        if self.num_passed < plan.passed:
+            self.num_passed, self._settles = plan.passed, False
 
     def _finish(self, change: Change, plan: RecoveryPlan, started_s: float) -> None:
         was_joining, self.is_joining = self.is_joining, False
