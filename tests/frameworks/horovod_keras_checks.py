@@ -77,7 +77,7 @@ def half_and_adam() -> None:
         loaded = hvd.load_model(path)
     assert type(loaded.optimizer) is not keras.optimizers.Adam
     assert_close(loaded, model, 0.0)
-    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) == 32
+    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) == 16
     if hvd.rank() == 1:
         loaded.set_weights([w * 0 for w in loaded.get_weights()])
         for variable in loaded.optimizer.variables[2:]:
@@ -197,9 +197,7 @@ def values_and_refusals() -> None:
             call()
     if BACKEND != "jax":
         model = make()
-        model.compile(
-            hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse", jit_compile=True
-        )
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse", jit_compile=True)
         with pytest.raises(ValueError, match="jit_compile"):
             fit_mine(model, callbacks=[_start()])
 
@@ -212,7 +210,14 @@ def any_pace() -> None:
     for _ in range(2):
         fit_mine(model, callbacks=[_start(), hvd.callbacks.MetricAverageCallback()])
     assert_same_everywhere(model)
-    assert model.optimizer.paceline_exchange.switcher.steps == 64
+    assert model.optimizer.paceline_exchange.switcher.steps == 32
+
+
+def served() -> None:
+    """The same with parameter servers."""
+    model = _compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.02), pace="ssp:2"))
+    losses = fit_mine(model, epochs=4, callbacks=[_start()]).history["loss"]
+    assert losses[-1] < losses[0] / 2, losses
 
 
 def _without_callback() -> None:
@@ -230,6 +235,7 @@ CHECKS = {
         learning_rates,
         values_and_refusals,
         any_pace,
+        served,
     )
 }
 

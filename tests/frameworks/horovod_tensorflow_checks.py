@@ -240,9 +240,7 @@ def again() -> None:
         tape()
 
 
-CHECKS = {
-    check.__name__: check for check in (values, gradients, tape, rules, batch_norm, again)
-}
+CHECKS = {check.__name__: check for check in (values, gradients, tape, rules, batch_norm, again)}
 
 if __name__ == "__main__":
     tf.get_logger().setLevel("ERROR")  # it warns of the many small graphs
