@@ -44,6 +44,6 @@ def run_with_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             kept = take_error()
             if kept is None or kept is error or str(kept) not in str(error):
                 raise
-            raise kept from error
+            raise kept from kept.__cause__  # `elastic.run` asks for the loss that caused it
 
     return run

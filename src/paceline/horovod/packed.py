@@ -1,7 +1,7 @@
 """PackedReduction: reduces a step's gradients in a few named operations instead of one for each.
 
-The gradients are copied into buckets in engine memory, where no host of the group needs another
-copy. A bucket is sent as soon as it is full, while the next one is packed. As named operations they
+The gradients are copied into buckets in engine memory, which the engine needs not copy again. A
+bucket is sent as soon as it is full, while the next one is packed. As named operations they
 get zeros from ranks that have joined.
 """
 
@@ -79,6 +79,7 @@ class PackedReduction:
                     )
                 )
         Several(pending).result()
+        session.current().step_done()  # the launcher counts exchanges of gradients as steps
         results = list(tensors)
         for bucket in buckets:
             for number, view in bucket.views:
