@@ -57,7 +57,7 @@ class KerasState(ObjectState):
         self._values = [value.copy() for value in values]
 
 
-class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Commit the state after every `batches_per_commit` batches, and after every epoch."""
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
@@ -83,7 +83,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc, name-
         self._state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Keep `state.batch` at the last batch of this epoch that is done. Put it before the commit."""
 
     def __init__(self, state: Any) -> None:
@@ -97,7 +97,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc, 
         self._state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Keep `state.epoch` at the number of the epoch that comes next. Put it before the commit."""
 
     def __init__(self, state: Any) -> None:

@@ -50,7 +50,7 @@ class KerasReduction:
             ).reduce
             return
         packed = PackedReduction(name, op, process_set, predivide=predivide, scale=scale)
-        through = {"jax": _ThroughXla, "torch": _Directly}.get(backend)
+        through: Any = {"jax": _ThroughXla, "torch": _Directly}.get(backend)
         if through is None:
             raise UsageError(f"KERAS_BACKEND is {backend}; expected tensorflow, torch or jax")
         self._reduce = self._dense(through(packed).reduce)

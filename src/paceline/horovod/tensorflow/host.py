@@ -21,7 +21,7 @@ Arrays = list[np.ndarray]
 Shape = Sequence[int | None] | None
 
 
-class OperationError(HorovodInternalError, tf.errors.FailedPreconditionError):  # type: ignore[misc, name-defined]
+class OperationError(HorovodInternalError, tf.errors.FailedPreconditionError):  # type: ignore[misc]
     """A failed operation in eager mode, for scripts that catch TensorFlow's error."""
 
     def __init__(self, error: HorovodInternalError) -> None:

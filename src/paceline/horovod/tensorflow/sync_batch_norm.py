@@ -14,8 +14,8 @@ from paceline.horovod.tensorflow.operations import allreduce
 keras: Any = require("keras")
 
 
-@keras.saving.register_keras_serializable(package="paceline")  # type: ignore[untyped-decorator]
-class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc, name-defined]
+@keras.saving.register_keras_serializable(package="paceline")
+class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """keras.layers.BatchNormalization that uses, in training, the statistics of all ranks."""
 
     def __init__(self, *args: Any, process_set: ProcessSet = global_process_set, **kwargs: Any):
