@@ -66,7 +66,15 @@ $(FRAMEWORKS): bench/framework_runs/requirements.txt | $(STAMP)
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r bench/framework_runs/requirements.txt
 	@touch $@
 
-frameworks-test: $(FRAMEWORKS)
+# MXNet needs an old numpy: an environment of its own, for its recipe.
+MXNET := .venv-mxnet/.installed
+$(MXNET): | $(STAMP)
+	[ -x .venv-mxnet/bin/python ] || $(BIN)/python -m venv .venv-mxnet
+	$(BIN)/python -c 'import pathlib, site; [p] = pathlib.Path(".venv-mxnet/lib").glob("python*/site-packages"); (p / "checkout.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")'
+	.venv-mxnet/bin/python -m pip install --quiet --disable-pip-version-check --no-deps mxnet==1.9.1 numpy==1.23.5
+	@touch $@
+
+frameworks-test: $(FRAMEWORKS) $(MXNET)
 	$(BIN)/python -m pytest -rs tests/frameworks $(ARGS)
 
 CPP  := $(shell find cpp testing src/paceline/jax -name '*.cc' -o -name '*.h')

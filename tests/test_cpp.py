@@ -23,6 +23,7 @@ TESTS = (
     "codec_test",
     "arena_test",
     "group_test",
+    "named_test",
     "peers_test",
     "limits_test",
 )

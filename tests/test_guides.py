@@ -50,8 +50,9 @@ SETUPS: dict[tuple[str, str], list[Setup]] = {
     # In another environment: tests/frameworks/test_guide.py runs them there.
     **{
         ("docs/guides/frameworks.md", f"train_{name}.py"): list[Setup]()
-        for name in ("keras", "tensorflow", "jax", "lightning", "accelerate")
+        for name in ("keras", "tensorflow", "jax", "lightning", "accelerate", "mxnet")
     },
+    ("docs/guides/from-horovod.md", "train_horovod_keras.py"): [],
     ("docs/guides/slow-networks.md", ""): [Setup(result="digest")],
     (MESH, ""): [
         Setup(env={"PACELINE_MESH": mesh}, without=left_out, result="float(loss)")

@@ -7,6 +7,10 @@
 #include <random>
 #include <vector>
 
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
 #include "check.h"
 #include "paceline/reduce/kernels.h"
 
@@ -202,6 +206,26 @@ TEST(stochastic_rounding_is_fair) {
     }
     CHECK(std::abs(double(up) / kCount - 0.25) < 0.005);
   }
+}
+
+// A thread may flush subnormal floats to zero. Subnormal halves are numbers all the same.
+TEST(half_precision_does_not_depend_on_the_thread) {
+#if defined(__SSE__)
+  std::vector<uint16_t> halves(2048);
+  for (size_t i = 0; i < halves.size(); ++i) halves[i] = uint16_t(i < 1024 ? i : 0x8000 + i - 1024);
+  std::vector<std::vector<std::byte>> in(2, std::vector<std::byte>(halves.size() * 2));
+  for (auto& one : in) std::memcpy(one.data(), halves.data(), one.size());
+  const unsigned before = _mm_getcsr();
+  for (bool portable : {false, true}) {
+    use_portable_kernels(portable);
+    _mm_setcsr(before | 0x8040);  // flush to zero, denormals are zero
+    auto mean = run({DType::float16, ReduceOp::mean, 2}, in, halves.size(), 1, false);
+    _mm_setcsr(before);
+    CHECK(std::memcmp(mean.data() + 2, in[0].data() + 2, 2046) == 0);
+    CHECK(std::memcmp(mean.data() + 2050, in[0].data() + 2050, 2046) == 0);  // not the negative zero
+  }
+  use_portable_kernels(false);
+#endif
 }
 
 int main() { return test::run_all(); }

@@ -4,6 +4,8 @@
     |                               also catches ours
     |-- UsageError (ValueError)     fix your code or configuration
     |   |-- ConfigError             a setting has a wrong value; names the setting and its source
+    |   |   |-- FrameworkMissing    (ImportError) an optional package is not installed, or not in a
+    |   |                           version that was tested; names the extra
     |   |-- CollectiveMismatch      ranks called different operations, or one with different tensors
     |   |-- UnsupportedTensor       a device, layout or dtype that the engine cannot move
     |   |-- DataError               the data cannot be split, read or resumed as asked
@@ -76,6 +78,10 @@ class UsageError(PacelineError, ValueError):
 
 class ConfigError(UsageError):
     """A setting has a value that cannot be used."""
+
+
+class FrameworkMissing(ConfigError, ImportError):
+    """An optional package is not installed, or not in a version that was tested."""
 
 
 class CollectiveMismatch(UsageError):

@@ -18,6 +18,8 @@ PUBLIC = {
     "paceline": set(paceline.__all__),
     "paceline.errors": set(vars(paceline.errors)),
     "paceline.extend": set(paceline.extend.__all__),
+    # Their names are not checked here: TensorFlow and Keras are not installed.
+    **{f"paceline.horovod.{name}": set() for name in ("keras", "tensorflow", "tensorflow.keras")},
     "paceline.horovod.torch": set(vars(paceline.horovod.torch)),
     "paceline.ps": set(paceline.ps.__all__),
 }

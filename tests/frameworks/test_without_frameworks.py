@@ -49,8 +49,24 @@ def test_a_missing_framework_and_another_version_are_named(tmp_path: Path) -> No
     found = ended.stdout.splitlines()
     assert ended.returncode == 0 and len(found) == 8, ended.stdout + ended.stderr
     for name, missing, other in zip(CALLS, found[:4], found[4:], strict=True):
-        assert missing.startswith("ConfigError") and f"paceline[{name}]" in missing, missing
-        assert other.startswith("ConfigError") and f"{name} 17.2.0" in other, other
+        assert missing.startswith("FrameworkMissing") and f"paceline[{name}]" in missing, missing
+        assert other.startswith("FrameworkMissing") and f"{name} 17.2.0" in other, other
+
+
+def test_horovods_modules_name_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "keras.py").write_text("__version__ = '2.15.0'\n")
+    lines = [
+        "import importlib, paceline.horovod",
+        "paceline.horovod.install()",
+        "for name in ('keras', 'tensorflow.keras', 'mxnet'):",
+        "    try: importlib.import_module('horovod.' + name)",
+        "    except Exception as error: print(type(error).__name__, error)",
+    ]
+    ended = run("\n".join(lines), tmp_path)
+    found = ended.stdout.splitlines()
+    assert len(found) == 3, ended.stdout + ended.stderr
+    assert all(line.startswith("FrameworkMissing keras 2.15.0 is installed") for line in found[:2])
+    assert found[2].startswith("ModuleNotFoundError horovod.mxnet is not part of")
 
 
 @pytest.mark.parametrize("module", ["keras", "jax", "tensorflow", "frameworks.twin"])

@@ -41,6 +41,7 @@ _LOADED = (
 _UNUSED = (
     *("paceline.launcher", "paceline.cli", "paceline.observe.report", "paceline.__main__"),
     *("paceline.keras.callbacks", "paceline.lightning"),  # import a framework, if it is installed
+    *("paceline.horovod.keras", "paceline.horovod.tensorflow"),
 )
 _libc = ctypes.CDLL(None)
 

@@ -17,10 +17,11 @@ struct BFloat {
 
 inline float to_float(Half h) {
   uint32_t sign = uint32_t(h.bits & 0x8000) << 16, rest = h.bits & 0x7fff;
-  // Shift exponent and mantissa into place and rescale; multiplying also normalises subnormals.
-  float scaled = std::bit_cast<float>(rest << 13) * 0x1p112f;
-  uint32_t inf_nan = rest >= 0x7c00 ? 0x7f800000u | (rest & 0x3ff) << 13 : std::bit_cast<uint32_t>(scaled);
-  return std::bit_cast<float>(sign | inf_nan);
+  // Exponent and mantissa move into place. A subnormal half counts multiples of 2^-24. No subnormal float takes part:
+  // some threads flush those to zero, among them TensorFlow's, which call the engine.
+  uint32_t normal = rest >= 0x7c00 ? 0x7f800000u | (rest & 0x3ff) << 13 : (rest << 13) + (112u << 23);
+  uint32_t subnormal = std::bit_cast<uint32_t>(float(int32_t(rest)) * 0x1p-24f);
+  return std::bit_cast<float>(sign | (rest < 0x400 ? subnormal : normal));
 }
 
 inline Half to_half(float f) {

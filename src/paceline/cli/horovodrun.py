@@ -7,6 +7,7 @@ reported as ignored.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -135,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build() -> str:
-    rows = [("PyTorch", True), ("TensorFlow", False), ("MXNet", False)]
+    has_keras, has_tensorflow = map(importlib.util.find_spec, ("keras", "tensorflow"))
+    rows = [("PyTorch", True), ("TensorFlow", has_tensorflow), ("Keras", has_keras)]
+    rows += [("MXNet", None)]
     lines = [f"Paceline {__version__} with the interface of Horovod 0.28.1:", ""]
     lines += ["Available Frameworks:"]
     lines += [f"    [{'X' if has else ' '}] {name}" for name, has in rows]

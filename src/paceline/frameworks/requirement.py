@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from paceline.errors import ConfigError
+from paceline.errors import FrameworkMissing
 
 # For each framework: the major version that is tested, and Paceline's extra that installs it.
 _TESTED = {
@@ -20,15 +20,15 @@ _TESTED = {
 
 
 def require(name: str) -> ModuleType:
-    """Return the module of a framework; ConfigError if it is missing, or its version is another."""
+    """Return a framework's module; FrameworkMissing if there is none, or of another version."""
     major, extra = _TESTED[name]
     install = f"pip install 'paceline[{extra}]'"
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"paceline.{extra} needs {name}, which is not installed: {install}")
+        raise FrameworkMissing(f"paceline.{extra} needs {name}, which is not installed: {install}")
     module = importlib.import_module(name)
     version = str(getattr(module, "__version__", "unknown"))
     if version.split(".")[0] != major:
-        raise ConfigError(
+        raise FrameworkMissing(
             f"{name} {version} is installed, but this Paceline is tested with {name} {major}.x:"
             f" {install}"
         )

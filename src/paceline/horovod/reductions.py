@@ -58,6 +58,17 @@ def engine_op(op: int) -> str:
     raise UsageError(f"op={op!r} is not a reduction; pass Average, Sum, Min, Max or Product")
 
 
+def check_gradient_op(op: int, predivide: float) -> None:
+    """Raise UsageError unless gradients can be reduced like this."""
+    engine_op(op)
+    if op not in (Average, Sum):
+        raise UsageError(f"DistributedOptimizer: op={op!r}; pass Average or Sum")
+    if predivide != 1.0 and op != Average:
+        raise UsageError("gradient_predivide_factor needs op=Average")
+    if predivide <= 0:
+        raise UsageError(f"gradient_predivide_factor={predivide}: expected more than 0")
+
+
 def detail_of(prescale: float, postscale: float) -> int:
     """Return a hash of the factors, which are the same on all ranks; 0 by default."""
     if prescale == 1.0 and postscale == 1.0:

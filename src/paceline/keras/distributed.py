@@ -42,7 +42,7 @@ def distribute(model: Any, pace: str = "allreduce", **options: Any) -> Any:
     current()
     _require_compiled(keras, model)
     exchange = _make_exchange(keras, model, pace, options)
-    _swap(keras, model.optimizer, exchange)
+    swap_class(keras, model.optimizer, exchange)
     _watch_fit(model, exchange)
     if model.built and model.trainable_variables:
         exchange.begin()  # type: ignore[attr-defined]
@@ -102,7 +102,8 @@ def _make_exchange(keras: Any, model: Any, pace: str, options: dict[str, Any]) -
     return TwinExchange(model, pace, options, host)
 
 
-def _swap(keras: Any, optimizer: Any, exchange: Any) -> None:
+def swap_class(keras: Any, optimizer: Any, exchange: Any) -> None:
+    """Let an optimizer call `exchange` in each step: it gets a class of the same name."""
     plain = type(optimizer)
     scales_losses = issubclass(plain, keras.optimizers.LossScaleOptimizer)
 

@@ -20,7 +20,7 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.horovod import session
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.reductions import Average, Sum, engine_op
+from paceline.horovod.reductions import Average, check_gradient_op
 from paceline.horovod.torch.compression import Compression
 from paceline.horovod.torch.gradients import GradientExchange, NamedReductions
 from paceline.horovod.torch.paced import pace_optimizer
@@ -77,13 +77,7 @@ def DistributedOptimizer(
 
 
 def _check_arguments(op: int, predivide: float, num_groups: int, groups: Any, passes: int) -> None:
-    engine_op(op)
-    if op not in (Average, Sum):
-        raise UsageError(f"DistributedOptimizer: op={op!r}; pass Average or Sum")
-    if predivide != 1.0 and op != Average:
-        raise UsageError("gradient_predivide_factor needs op=Average")
-    if predivide <= 0:
-        raise UsageError(f"gradient_predivide_factor={predivide}: expected more than 0")
+    check_gradient_op(op, predivide)
     if passes < 1:
         raise UsageError(f"backward_passes_per_step={passes}: expected at least 1")
     is_list = isinstance(groups, list) and all(isinstance(one, list) for one in groups)
