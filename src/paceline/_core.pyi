@@ -172,6 +172,7 @@ class ReadyHook:
     def __init__(
         self, slot: object, on_ready: object, on_full: object, streams: object | None
     ) -> None: ...
+    def __call__(self, /, *args: object, **kwargs: object) -> None: ...
 
 class Group:
     def __init__(
