@@ -121,15 +121,13 @@ def test_all_kinds_of_memory_have_the_bits_of_the_cpu(memory, is_mixed, schedule
             )
 
 
-def test_hogwild_and_meshes_are_refused():
+def test_hogwild_is_refused():
     def body(world):
         del world
         model = nn.Linear(4, 4).to(pl.device())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(UsageError, match="one memory of the host, and not to parameters on"):
             pl.distribute(model, optimizer, pace="hogwild")
-        with pytest.raises(UsageError, match="in this version; train on devices without a mesh"):
-            pl.distribute(model, optimizer, mesh="fsdp=2")
 
     run_on_device(2, body, schedule="1")
 

@@ -1,6 +1,9 @@
 #include "paceline/wire/ipsec_mb.h"
 
 #include <dlfcn.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -27,8 +30,12 @@ struct Library {
 
 bool cpu_has_vector_aes() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("vaes") && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  // Older compilers do not know these two by name.
+  constexpr unsigned kVaes = 1u << 9, kVpclmulqdq = 1u << 10;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c & kVaes) || !(c & kVpclmulqdq)) return false;
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
 #else
   return false;
 #endif

@@ -15,8 +15,8 @@ from paceline.errors import UsageError
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_captured_pass_is_refused(monkeypatch, is_captured):
     stream = SimpleNamespace(is_capturing=lambda: is_captured)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
     streams = BucketStreams(torch.device("cuda:3"))
+    monkeypatch.setattr(streams, "current", lambda: stream)
     if not is_captured:
         streams.refuse_capture(rank=2)
         return

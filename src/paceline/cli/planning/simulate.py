@@ -83,7 +83,7 @@ def run_simulation(options: SimulateOptions) -> int:
 def _announce(
     candidates: Sequence[Candidate], scenario: Scenario, axes: Mapping[str, Sequence[float]]
 ) -> None:
-    """Say how long it takes, if it takes long: free-running workers are simulated one by one."""
+    """Print how long it takes, if it takes long: free-running workers are simulated one by one."""
     others = [len(values) for name, values in axes.items() if name != "workers"]
     counts = axes.get("workers") or [scenario.cluster.num_workers]
     free = sum(one.pace.is_free_running for one in candidates)

@@ -210,6 +210,8 @@ class Template:
                 answer = await self._receive(_ANSWER_S)
                 if answer is not None and answer.pid:
                     os.write(go_fd, b"g")  # its pid is known; without this it exits at once
+            except (BrokenPipeError, ConnectionResetError):
+                answer = None  # it has ended
             except OSError as error:
                 answer, self.why_not = None, f"{error.strerror}"
             except asyncio.CancelledError:
