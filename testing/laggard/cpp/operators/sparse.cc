@@ -8,8 +8,8 @@ namespace laggard {
 namespace {
 
 at::Tensor on_device(const at::Tensor& host, const at::Tensor& like) {
-  auto made = at::_sparse_coo_tensor_unsafe(host._indices().to(like.device()), host._values().to(like.device()),
-                                            like.sizes());
+  auto made =
+      at::_sparse_coo_tensor_unsafe(host._indices().to(like.device()), host._values().to(like.device()), like.sizes());
   return made._coalesced_(true);
 }
 
