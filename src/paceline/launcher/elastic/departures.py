@@ -115,7 +115,7 @@ class HostDepartures:
         departure = self._under_way[host] = Departure(host, why, within_s, is_for_job)
         self._publish()
         try:
-            if notice is not None:  # if all hosts go, they are told at about the same time
+            if notice is not None:  # if all hosts go, their notices come at about the same time
                 await asyncio.sleep(min(_TOGETHER_S, within_s / 10))
             line = await self._leave(departure)
         finally:
