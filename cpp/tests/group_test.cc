@@ -62,6 +62,29 @@ void check_point_to_point(Engine&, Group& g) {
     for (double x : v) CHECK(x == (me + n - 1) % n);
 }
 
+// Sends that begin before the channel of two neighbours exists arrive in the order in which they were submitted. Each
+// group has a channel of its own.
+void check_order_of_first_messages(Engine& engine, Group& g) {
+  constexpr int64_t kMessages = 40;
+  for (uint64_t id = 2; id < 200; ++id) {
+    Group first(std::shared_ptr<Engine>(std::shared_ptr<void>(), &engine), GroupConfig{id, 1, {0, 1}, {0, 0}, 30});
+    std::vector<int64_t> values(kMessages);
+    std::vector<OperationPtr> operations;
+    for (int64_t i = 0; i < kMessages; ++i) {
+      int64_t* value = &values[size_t(i)];
+      if (g.rank() == 1) {  // the lower rank creates the channel, so only the higher one waits for it
+        *value = i;
+        operations.push_back(first.submit_send(0, 0, {value, 1}, DType::int64, true));
+      } else {
+        operations.push_back(first.submit_receive(1, 0, {value, 1}, DType::int64, nullptr, true));
+      }
+    }
+    for (auto& operation : operations) first.wait(*operation, 30);
+    for (int64_t i = 0; i < kMessages; ++i) CHECK(values[size_t(i)] == i);
+    run(g, {});
+  }
+}
+
 // Rank 0 answers all questions; the other ranks ask one question after the other.
 void check_wait_any(Engine& engine, Group& g) {
   constexpr int kRounds = 300;
@@ -182,6 +205,8 @@ TEST(point_to_point) {
   on_ranks(3, 1, check_point_to_point);
   on_ranks(4, 2, check_point_to_point);
 }
+
+TEST(first_messages_arrive_in_order) { on_ranks(2, 2, check_order_of_first_messages); }
 
 TEST(wait_any_finds_every_question) {
   on_ranks(2, 2, check_wait_any);

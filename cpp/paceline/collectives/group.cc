@@ -332,17 +332,17 @@ void Group::add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys) 
   has_inbox_.store(true, std::memory_order_release);
 }
 
-std::unique_ptr<Port> Group::make_port(int member, std::unique_ptr<Channel> channel) {
+std::unique_ptr<Port> Group::make_port(int member, std::unique_ptr<Channel> channel, std::atomic<uint64_t>* sent) {
   return std::make_unique<Port>(
       global_rank(member), std::move(channel), config_.generation,
       [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort,
-      &engine_->traffic().over_network);
+      sent);
 }
 
 void Group::open_port(int member, Lane lane, std::unique_ptr<Channel> channel) {
   auto& known = ports_[{member, lane}];
   if (known && !known->is_open()) known->open(std::move(channel));
-  else known = make_port(member, std::move(channel));
+  else known = make_port(member, std::move(channel), &engine_->traffic().over_network);
   if (!failure_ || !is_broken_) return;
   // The member has not heard of the failure: it was not connected then.
   Error e = as_error(failure_);
@@ -354,13 +354,22 @@ Port* Group::port(int member, Lane lane) {
   if (it != ports_.end()) return it->second.get();
   if (!config_.is_lazy || is_local(member)) return nullptr;
   engine_->request_channel({config_.id, config_.generation, global_rank(member), int(lane)});
-  return (ports_[{member, lane}] = make_port(member, nullptr)).get();
+  return (ports_[{member, lane}] = make_port(member, nullptr, &engine_->traffic().over_network)).get();
 }
 
-// The channel to a neighbour for point-to-point traffic. The lower rank creates its segment when either side first needs
+// The port to a neighbour for point-to-point traffic. It exists from the first message on, so that messages leave in the
+// order in which they were announced; its channel comes later.
+Port& Group::local_port(int member) {
+  auto& known = ports_[{member, Lane::point_to_point}];
+  if (!known) known = make_port(member, nullptr, &engine_->traffic().on_host);
+  return *known;
+}
+
+// Opens that port; false while the channel is missing. The lower rank creates its segment when either side first needs
 // it: each side calls this for every send and receive, until both have it.
-Port* Group::open_local_port(int member) {
-  if (Port* p = port(member, Lane::point_to_point)) return p;
+bool Group::open_local_port(int member) {
+  Port& port = local_port(member);
+  if (port.is_open()) return true;
   int peer = global_rank(member);
   auto link = engine_->link(peer);
   if (!link) throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " is gone", peer);
@@ -373,16 +382,11 @@ Port* Group::open_local_port(int member) {
   } else {
     uint64_t bytes = 0;
     Fd fd;
-    if (!engine_->try_expect(peer, LinkKind::channel, config_.id, config_.generation, bytes, fd)) return nullptr;
+    if (!engine_->try_expect(peer, LinkKind::channel, config_.id, config_.generation, bytes, fd)) return false;
     segment = Segment::map(std::move(fd), ShmChannel::segment_bytes());
   }
-  auto channel = std::make_unique<ShmChannel>(std::move(segment), first, link);
-  auto& made = ports_[{member, Lane::point_to_point}];
-  made = std::make_unique<Port>(
-      peer, std::move(channel), config_.generation,
-      [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort,
-      &engine_->traffic().on_host);
-  return made.get();
+  port.open(std::make_unique<ShmChannel>(std::move(segment), first, link));
+  return true;
 }
 
 }  // namespace paceline

@@ -145,9 +145,10 @@ class Group final : public Pollable {
   Task receive_message(Posted posted);
 
   Port* port(int member, Lane lane);
-  std::unique_ptr<Port> make_port(int member, std::unique_ptr<Channel> channel);
+  std::unique_ptr<Port> make_port(int member, std::unique_ptr<Channel> channel, std::atomic<uint64_t>* sent);
   void open_port(int member, Lane lane, std::unique_ptr<Channel> channel);
-  Port* open_local_port(int member);
+  Port& local_port(int member);
+  bool open_local_port(int member);
   bool fits(const PostedReceive& posted, const Announced& announced) const;
   bool try_match(const Posted& posted);
   void accept(const Posted& posted, const Announced& announced);

@@ -10,7 +10,7 @@ namespace paceline {
 class Group::LocalPortOpen final : public Wait {
  public:
   LocalPortOpen(Group& group, int member) : group_(group), member_(member) {}
-  bool ready() override { return group_.open_local_port(member_) != nullptr; }
+  bool ready() override { return group_.open_local_port(member_); }
   void blockers(std::vector<int>& ranks) const override { ranks.push_back(group_.global_rank(member_)); }
 
  private:
@@ -102,15 +102,15 @@ OperationPtr Group::submit_receive(int member, uint64_t tag, Part part, DType dt
 }
 
 Task Group::send_message(int member, std::shared_ptr<Message> message, DType dtype) {
-  if (is_local(member)) {
-    LocalPortOpen open(*this, member);
-    co_await park(open);
-  }
-  Port* to = port(member, Lane::point_to_point);
+  Port* to = is_local(member) ? &local_port(member) : port(member, Lane::point_to_point);
   if (!to)
     throw Error(ErrorKind::peer_lost, "there is no connection to rank " + std::to_string(global_rank(member)),
                 global_rank(member));
   to->announce(message.get(), uint64_t(dtype));
+  if (is_local(member)) {
+    LocalPortOpen open(*this, member);
+    co_await park(open);
+  }
   MessageMoved moved(*message);
   co_await park(moved);
   Flushed flushed(*to);
