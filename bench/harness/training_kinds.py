@@ -64,6 +64,7 @@ KINDS = {
     "independent": Kind("independent"),
     "independent-kept": Kind("independent, memory kept", keeps_memory=True),
     "ddp-gloo": Kind("DDP gloo", "gloo"),
+    "ddp-gloo-kept": Kind("DDP gloo, memory kept", "gloo", keeps_memory=True),
     "ddp-gloo-views": Kind("DDP gloo, views", "gloo", views=True),
     "ddp-fp16": Kind("DDP gloo, fp16 hook", "gloo", hook="fp16"),
     "ddp-powersgd": Kind("DDP gloo, PowerSGD rank 1", "gloo", hook="powersgd"),

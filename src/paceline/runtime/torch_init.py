@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
+from paceline import _core
 from paceline.comm.group import Group
 from paceline.comm.torch.backend import PacelineProcessGroup
 from paceline.comm.torch.store import control_store, fresh_prefix
@@ -80,6 +81,9 @@ def _create_default(options: Any, timeout_s: float) -> PacelineProcessGroup:
             " group spans the whole job (on a mesh: one copy of the model); call"
             " init_process_group() without them"
         )
+    # Each step allocates gradients and activations of the same sizes. By default malloc returns
+    # large blocks to the kernel, and the next step waits for fresh, zeroed pages.
+    _core.keep_freed_memory()
     group = Group(mine.unit_fabric, unit, timeout_s)
     return PacelineProcessGroup(group, options.store, job.shutdown if is_torchs_own else None)
 

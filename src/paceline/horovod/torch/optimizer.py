@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline import _core
 from paceline.errors import UsageError
 from paceline.horovod import session
 from paceline.horovod.process_sets import ProcessSet, global_process_set
@@ -57,6 +58,7 @@ def DistributedOptimizer(
         raise UsageError(f"DistributedOptimizer: {extra} needs pace=..., for example 'allreduce'")
     _check_arguments(op, gradient_predivide_factor, num_groups, groups, backward_passes_per_step)
     names = _checked_names(optimizer, named_parameters)
+    _core.keep_freed_memory()  # gradients and activations of the next step have the same sizes
     base = type(optimizer)
     kind: Any = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__})
     wrapped = kind.__new__(kind)
