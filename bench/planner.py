@@ -133,7 +133,7 @@ def _profiled(state: State, scratch: Path, model: str, workers: int, turn: int) 
     """Return a step's computation in the profile of a round; None if others disturbed it."""
     key = f"{model} {workers}"
     profiles = state["profiles"].setdefault(key, [])
-    if len(profiles) <= turn:
+    while len(profiles) <= turn:  # also of earlier rounds in which others disturbed it
         os.environ["PYTHONPATH"] = str(TRAIN.parent.parent)
         wait_until_alone(os.getpid(), _PATIENCE_S)
         others = OtherLoad(os.getpid())
