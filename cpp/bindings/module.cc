@@ -137,8 +137,9 @@ int wait_any(nb::sequence works, std::optional<double> timeout_s) {
 struct PyEngine {
   std::shared_ptr<Engine> engine;
 
-  PyEngine(int rank, int num_local, double timeout_s, double liveness_s, double warn_s)
-      : engine(std::make_shared<Engine>(EngineConfig{rank, num_local, timeout_s, liveness_s, warn_s})) {}
+  PyEngine(int rank, int num_local, double timeout_s, double liveness_s, double warn_s, std::string links)
+      : engine(
+            std::make_shared<Engine>(EngineConfig{rank, num_local, timeout_s, liveness_s, warn_s, std::move(links)})) {}
 
   using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
 
@@ -370,6 +371,19 @@ NB_MODULE(_core, m) {
   m.attr("CIPHERS") = nb::make_tuple(name_of(CipherKind::aes_256_gcm), name_of(CipherKind::chacha20_poly1305));
   m.def("preferred_cipher", [] { return name_of(preferred_cipher()); });
   m.def("cipher_library", &cipher_library);
+  m.def(
+      "create_emulated_links",
+      [](const std::string& path, uint32_t num_hosts, double bytes_per_s, double latency_s) {
+        EmulatedLinks::create(path, {num_hosts, bytes_per_s, latency_s});
+      },
+      "path"_a, "num_hosts"_a, "bytes_per_s"_a, "latency_s"_a);
+  m.def(
+      "read_emulated_links",
+      [](const std::string& path) {
+        LinkFacts facts = EmulatedLinks(path).facts();
+        return nb::make_tuple(facts.num_hosts, facts.bytes_per_s, facts.latency_s);
+      },
+      "path"_a);
   m.attr("KINDS") = [] {
     nb::list names;
     for (int i = 0; i < int(Kind::count_); ++i) names.append(name_of(Kind(i)));
@@ -387,8 +401,8 @@ NB_MODULE(_core, m) {
   m.def("wait_any", &wait_any, "works"_a, "timeout_s"_a = nb::none());
 
   nb::class_<PyEngine>(m, "Engine")
-      .def(nb::init<int, int, double, double, double>(), "rank"_a, "num_local"_a, "timeout_s"_a, "liveness_s"_a,
-           "warn_s"_a)
+      .def(nb::init<int, int, double, double, double, std::string>(), "rank"_a, "num_local"_a, "timeout_s"_a,
+           "liveness_s"_a, "warn_s"_a, "links"_a = "")
       .def(
           "add_local_peer", [](PyEngine& e, int rank, int fd) { e.engine->add_local_peer(rank, Fd(fd)); }, "rank"_a,
           "fd"_a, nb::call_guard<nb::gil_scoped_release>())

@@ -14,6 +14,14 @@ def preferred_cipher() -> str: ...
 # The library that encrypts data between hosts, and why not a faster one.
 def cipher_library() -> str: ...
 
+# A file of links that are emulated between the processes of one machine; see emulation/links.h.
+def create_emulated_links(
+    path: str, num_hosts: int, bytes_per_s: float, latency_s: float
+) -> None: ...
+
+# Number of hosts, bytes per second, latency.
+def read_emulated_links(path: str) -> tuple[int, float, float]: ...
+
 Parts = Sequence[tuple[int, int]]
 
 def crc32c(data: bytes, crc: int = 0) -> int: ...
@@ -133,7 +141,13 @@ def wait_any(works: Sequence[Work], timeout_s: float | None = None) -> int: ...
 
 class Engine:
     def __init__(
-        self, rank: int, num_local: int, timeout_s: float, liveness_s: float, warn_s: float
+        self,
+        rank: int,
+        num_local: int,
+        timeout_s: float,
+        liveness_s: float,
+        warn_s: float,
+        links: str = "",
     ) -> None: ...
     def add_local_peer(self, rank: int, fd: int) -> None: ...
     # Waits for the named ranks, or for all if none is named.

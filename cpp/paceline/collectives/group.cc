@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "paceline/base/error.h"
+#include "paceline/emulation/paced_channel.h"
 #include "paceline/reduce/kernels.h"
 
 namespace paceline {
@@ -327,6 +328,12 @@ void Group::add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys) 
   if (keys) channel = std::make_unique<EncryptedChannel>(std::move(socket), *keys, global_rank(member));
   else channel = std::make_unique<TcpChannel>(std::move(socket));
   engine_->watch(fd);
+  if (EmulatedLinks* links = engine_->emulated_links()) {
+    auto paced =
+        std::make_unique<PacedChannel>(std::move(channel), *links, engine_->config().rank, global_rank(member));
+    engine_->watch(paced->timer());
+    channel = std::move(paced);
+  }
   std::lock_guard lock(mu_);
   new_channels_.emplace_back(member, lane, std::move(channel));
   has_inbox_.store(true, std::memory_order_release);

@@ -43,6 +43,7 @@ Engine::Engine(const EngineConfig& config)
       requests_bell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (!doorbell_ || !epoll_ || !requests_bell_)
     throw Error(ErrorKind::shared_memory, "engine: out of file descriptors");
+  if (!config_.links.empty()) emulated_links_.emplace(config_.links);
   presence_->pid = getpid();
   watch(doorbell_.get());
   set_num_local(config_.num_local);

@@ -22,11 +22,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "paceline/emulation/links.h"
 #include "paceline/loop/operation.h"
 #include "paceline/transport/arena.h"
 #include "paceline/transport/local_link.h"
@@ -40,6 +42,7 @@ struct EngineConfig {
   double timeout_s = 600;  // an operation that takes longer fails with peer_timeout
   double liveness_s = 5;   // a peer without heartbeat for this long counts as stopped
   double warn_s = 2;       // a longer wait is logged, with the ranks it waits for
+  std::string links;       // file of emulated links (emulation/links.h); "": none
 };
 
 // Payload that this process has sent, in bytes. Within a host it is counted once for each process that reads it.
@@ -85,6 +88,7 @@ class Engine {
   const EngineConfig& config() const { return config_; }
   Arena& arena() { return arena_; }
   Traffic& traffic() { return traffic_; }
+  EmulatedLinks* emulated_links() { return emulated_links_ ? &*emulated_links_ : nullptr; }
 
   // Adds an authenticated Unix socket to a neighbour, at any time. Any thread.
   void add_local_peer(int rank, Fd socket);
@@ -191,6 +195,7 @@ class Engine {
 
   EngineConfig config_;
   Traffic traffic_;
+  std::optional<EmulatedLinks> emulated_links_;
   Arena arena_;
   Segment presence_segment_;
   Presence* presence_;

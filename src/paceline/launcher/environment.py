@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from paceline.launcher.hosts.placement import HostPlace
 from paceline.launcher.spec import RESERVED, RunSpec
+from paceline.runtime.config import natural_host_id
 from paceline.runtime.process_names import ProcessName
 
 # Task-level variables of other launchers. Job-level ones (SLURM_JOB_ID ...) stay: many scripts use
@@ -152,6 +153,9 @@ def process_environ(
     environ.setdefault("PYTHONFAULTHANDLER", "1")
     counts = (spec.num_workers, spec.num_servers)
     environ.update(process_variables(name, *counts, where, spec.data_workers, host))
+    links = spec.emulated_links_in(base)
+    if links is not None:
+        environ["PACELINE_HOST_ID"] = links.host_id(natural_host_id(), name.rank)
     if not spec.encrypt:
         environ["PACELINE_ENCRYPT"] = "off"
     if spec.elastic is not None:

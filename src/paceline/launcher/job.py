@@ -100,6 +100,9 @@ class LocalJob:
         spec.pace_in(environ)
         spec.precision_in(environ)
         spec.mesh_in(environ)
+        links = spec.emulated_links_in(environ)
+        if links is not None:
+            say(links.text)
         find = self._processes.find
         self._hangs = HangWatch(self._process_names, find, say, config.stacks_after_s)
         with ExitStack() as held:

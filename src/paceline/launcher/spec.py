@@ -38,6 +38,7 @@ from paceline.runtime.config import (
     uses_template,
 )
 from paceline.runtime.device_request import DeviceRequest, parse_devices
+from paceline.runtime.emulated_links import EmulatedLinks
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.process_names import ProcessName, process_names
 
@@ -246,6 +247,10 @@ class RunSpec:
     def uses_template_in(self, inherited: Mapping[str, str]) -> bool:
         """Return whether processes may be forked from a template: no option forbids it."""
         return self.has_template and uses_template({**inherited, **self.env})
+
+    def emulated_links_in(self, inherited: Mapping[str, str]) -> EmulatedLinks | None:
+        """Return the links that the engine emulates between the workers; None: there are none."""
+        return EmulatedLinks.of_job({**inherited, **self.env}, has_hosts=bool(self.hosts))
 
     def encryption_in(self, inherited: Mapping[str, str]) -> str:
         """Return "on", "off" or "always": the option, else PACELINE_ENCRYPT."""

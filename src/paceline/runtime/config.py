@@ -70,6 +70,7 @@ class JobEnv:
     secret_file: str | None
     host_id: str
     bind_address: str
+    emulated_links: str = ""  # a file; see runtime/emulated_links.py
 
     @property
     def num_processes(self) -> int:
@@ -115,7 +116,7 @@ _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION", "AS_GLOO"),
     *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR", "ENCRYPT"),
-    *("DEVICES", "HOROVOD", "MAX_WIRE", "PROBE"),
+    *("DEVICES", "HOROVOD", "MAX_WIRE", "PROBE", "EMULATE_LINKS"),
 )
 # With these the runtimes of accelerators hide devices from a process.
 _VISIBILITY = (
@@ -171,6 +172,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         secret_file=environ.get("PACELINE_SECRET_FILE") or None,
         host_id=environ.get("PACELINE_HOST_ID") or natural_host_id(),
         bind_address=bind_address(environ),
+        emulated_links=_text(environ, "EMULATE_LINKS") or "",
     )
 
 

@@ -35,6 +35,7 @@ from paceline.runtime.batch_weight import Contribution
 from paceline.runtime.config import EngineConfig, JobEnv, natural_host_id, times_steps
 from paceline.runtime.console import warn
 from paceline.runtime.elastic.session import ElasticSession
+from paceline.runtime.emulated_links import require_emulated_host
 from paceline.runtime.launch_context import PACELINE
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.preemption import Stopping
@@ -222,7 +223,8 @@ def join_job(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         membership = _membership(env, rendezvous.agent, me, config.join_timeout_s)
         num_local = sum(member.host_id == env.host_id for member in membership.members)
         limits = (config.timeout_s, config.liveness_s, config.warn_s)
-        engine = _core.Engine(env.rank, num_local, *limits)
+        require_emulated_host(env.emulated_links, env.host_id)
+        engine = _core.Engine(env.rank, num_local, *limits, env.emulated_links)
         watch.sources.append(engine.long_waits)
         presence = rendezvous.agent.presence
         endpoint = Endpoint(

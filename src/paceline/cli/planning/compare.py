@@ -22,7 +22,8 @@ from paceline.cli.planning.child_job import (
     running,
     start_job,
 )
-from paceline.cli.planning.shaped_hosts import ShapedHosts, require_rights
+from paceline.cli.planning.link_emulation import LinkRoute, PacedHosts
+from paceline.cli.planning.shaped_hosts import ShapedHosts
 from paceline.cli.planning.simulate import split_paces
 from paceline.errors import ConfigError, UsageError
 from paceline.observe.report.comparison import comparison_figure, comparison_page
@@ -32,7 +33,7 @@ from paceline.observe.telemetry.events import BACKWARD_LOSS
 from paceline.pace.parse import PaceSpec, find_problem_with_backups, parse
 from paceline.pace.registry import find
 from paceline.planner.measured_profile import timed_steps
-from paceline.planner.quantities import Link, parse_link, parse_time
+from paceline.planner.quantities import parse_link, parse_time
 from paceline.planner.text_table import text_table
 from paceline.runtime.console import say
 from paceline.runtime.formatting import data_size, percent, rate, short_duration, short_number
@@ -56,6 +57,7 @@ class CompareOptions(msgspec.Struct, frozen=True):
     budget: str | None
     steps: int | None
     link: str | None
+    emulate: str
     slow: str | None
     value: str | None
     seed: int
@@ -72,7 +74,7 @@ class _Plan(msgspec.Struct, frozen=True):
 
     paces: list[PaceSpec]
     budget_s: float | None
-    link: Link | None
+    route: LinkRoute | None
     slow: dict[int, float]
 
 
@@ -83,8 +85,8 @@ def compare_paces(options: CompareOptions) -> int:
     try:
         with contextlib.ExitStack() as undo:
             hosts = None
-            if plan.link is not None:
-                hosts = ShapedHosts(options.num_workers, plan.link, scratch)
+            if plan.route is not None:
+                hosts = plan.route.hosts(options.num_workers, scratch)
                 undo.enter_context(hosts)
             runs: list[PaceRun] = []
             count = len(plan.paces)
@@ -95,8 +97,8 @@ def compare_paces(options: CompareOptions) -> int:
                     raise UsageError(runs[0].failure)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _print(runs, options)
-    conditions = _conditions(options)
+    conditions = _conditions(options, hosts)
+    _print(runs, options, conditions)
     options.output.mkdir(parents=True, exist_ok=True)
     write(comparison_figure(runs, conditions), options.output / "compare.svg")
     write(comparison_page(runs, options.name, conditions), options.output / "compare.html")
@@ -133,10 +135,12 @@ def _plan(options: CompareOptions) -> _Plan:
         if problem:
             raise UsageError(problem)
     slow = _parse_slow(options.slow, options.num_workers)
-    link = None if options.link is None else parse_link(options.link)
-    if link is not None:
-        require_rights(f"--link {options.link}", options.command_line)
-    return _Plan(paces, budget_s, link, slow)
+    if options.link is None and options.emulate != "auto":
+        raise ConfigError(f"--emulate {options.emulate} without --link: there are no links")
+    route = None
+    if options.link is not None:
+        route = LinkRoute(options.emulate, parse_link(options.link), options.command_line)
+    return _Plan(paces, budget_s, route, slow)
 
 
 def _parse_slow(text: str | None, num_workers: int) -> dict[int, float]:
@@ -163,9 +167,9 @@ def _budget_text(options: CompareOptions) -> str:
     return short_duration(parse_time(options.budget or "60s", "--budget"))
 
 
-def _conditions(options: CompareOptions) -> str:
+def _conditions(options: CompareOptions, hosts: ShapedHosts | PacedHosts | None) -> str:
     words = [f"{options.num_workers} workers", f"{_budget_text(options)} each"]
-    words += [f"links of {options.link}"] if options.link else []
+    words += [f"links of {options.link} ({hosts.text})"] if hosts is not None else []
     words += [f"slow {options.slow}"] if options.slow else []
     words += [f"seed {options.seed}"]
     return ", ".join(words)
@@ -190,7 +194,7 @@ def _run(
     plan: _Plan,
     pace: PaceSpec,
     directory: Path,
-    hosts: ShapedHosts | None,
+    hosts: ShapedHosts | PacedHosts | None,
 ) -> PaceRun:
     servers = _servers(options, pace)
     shown = ["-n", str(options.num_workers)]
@@ -198,7 +202,7 @@ def _run(
     target = [*(["-m"] if options.is_module else []), options.script, *options.arguments]
     words = [*shown, "--threads-per-worker", str(max(1, usable_cores() // options.num_workers))]
     words += ["--pace", str(pace)]
-    words += ["--hosts", hosts.names] if hosts is not None else []
+    words += hosts.options if hosts is not None else []
     run = PaceRun(
         _label(pace, servers), shlex.join(["paceline", "run", *shown, "--pace", str(pace), *target])
     )
@@ -269,7 +273,7 @@ def _follow(
 # -- what is printed ----------------------------------------------------------------------------
 
 
-def _print(runs: Sequence[PaceRun], options: CompareOptions) -> None:
+def _print(runs: Sequence[PaceRun], options: CompareOptions, conditions: str) -> None:
     good = [one for one in runs if not one.failure]
     shared = common_loss(good)
     unit = "samples/s" if all(one.counts_samples for one in good) else "all steps/s"
@@ -292,7 +296,7 @@ def _print(runs: Sequence[PaceRun], options: CompareOptions) -> None:
                 early,
             ]
         )
-    sys.stdout.write(f"{options.name}: {_conditions(options)}\n\n")
+    sys.stdout.write(f"{options.name}: {conditions}\n\n")
     sys.stdout.write(text_table(header, rows))
     if shared is not None:
         what = options.value or "the value on which the script calls backward()"

@@ -75,6 +75,14 @@ def compare(
             "--link", metavar="RATE[,LATENCY]", help="Links between the workers, such as 100mbit."
         ),
     ] = None,
+    emulate: Annotated[
+        str,
+        typer.Option(
+            "--emulate",
+            metavar="ROUTE",
+            help="Of --link: namespaces (needs rights), pacing in the engine, or auto.",
+        ),
+    ] = "auto",
     slow: Annotated[
         str | None,
         typer.Option(
@@ -99,6 +107,6 @@ def compare(
 
     options = CompareOptions(
         script, tuple(arguments or ()), module, paces, num_workers, servers, budget, steps, link,
-        slow, value, seed, output, tuple(sys.argv[1:]),
+        emulate, slow, value, seed, output, tuple(sys.argv[1:]),
     )  # fmt: skip
     raise typer.Exit(compare_paces(options))

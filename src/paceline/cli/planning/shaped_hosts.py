@@ -37,31 +37,49 @@ exec nsenter --net="/proc/$pid/ns/net" sh -c "$*"
 """
 
 
-def require_rights(wanted: str, arguments: Sequence[str]) -> None:
-    """Raise UsageError if links cannot be shaped here; without root try a user namespace.
+_USER_NAMESPACE = ("unshare", "--user", "--map-root-user")
 
-    `wanted` is the option as typed, `arguments` the whole command line after "paceline".
-    """
+
+def find_rights() -> tuple[str, bool]:
+    """Return why links cannot be shaped here ("" if they can), and whether that needs a user
+    namespace."""
     missing = sorted({package for tool, package in _TOOLS.items() if shutil.which(tool) is None})
     if missing:
-        raise UsageError(
-            f"{wanted}: links are shaped with ip, tc, unshare and nsenter; install"
-            f" {', '.join(missing)} (Debian: apt install {' '.join(missing)})"
-        )
+        return (
+            f"links are shaped with ip, tc, unshare and nsenter; install {', '.join(missing)}"
+            f" (Debian: apt install {' '.join(missing)})"
+        ), False
     can_make = ["unshare", "--net", "true"]
     if os.geteuid() == 0 and not _problem(can_make):
-        return
-    enter = ["unshare", "--user", "--map-root-user"]
-    why = _problem([*enter, *can_make])
-    if os.geteuid() == 0 or why:
-        raise UsageError(
-            f"{wanted}: this process may not shape links: user {os.geteuid()} cannot make a network"
-            f" namespace ({why or _problem(can_make)}). Run it as root (in a container with"
-            " --privileged), or allow user namespaces (sysctl"
-            " kernel.unprivileged_userns_clone=1), or leave --link out"
-        )
-    command = [*enter, sys.executable, "-m", "paceline", *arguments]
-    os.execvp(command[0], command)
+        return "", False
+    why = _problem([*_USER_NAMESPACE, *can_make])
+    if os.geteuid() != 0 and not why:
+        return "", True
+    return (
+        f"this process may not shape links: user {os.geteuid()} cannot make a network namespace"
+        f" ({why or _problem(can_make)}). Run it as root (in a container with --privileged), or"
+        " allow user namespaces (sysctl kernel.unprivileged_userns_clone=1)"
+    ), False
+
+
+def find_delay_problem(user_namespace: bool) -> str:
+    """Return why packets cannot be delayed here, "" if they can."""
+    enter = _USER_NAMESPACE if user_namespace else ()
+    delay = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    why = _problem([*enter, "unshare", "--net", *delay])
+    if not why:
+        return ""
+    return f"this kernel cannot delay packets ({why}). It has no netem (modprobe sch_netem)"
+
+
+def enter_user_namespace(is_needed: bool, arguments: Sequence[str]) -> None:
+    """Run the command once more inside of a user namespace, if that is needed.
+
+    `arguments` is the whole command line after "paceline".
+    """
+    if is_needed:
+        command = [*_USER_NAMESPACE, sys.executable, "-m", "paceline", *arguments]
+        os.execvp(command[0], command)
 
 
 def _problem(command: Sequence[str]) -> str:
@@ -78,9 +96,14 @@ class ShapedHosts:
         self.addresses = [f"10.88.9.{host + 1}" for host in range(num_hosts)]
 
     @property
-    def names(self) -> str:
-        """The hosts as --hosts takes them, with room for one worker each."""
-        return ",".join(f"{address}:1" for address in self.addresses)
+    def options(self) -> list[str]:
+        """Options of `paceline run`: the hosts, with room for one worker each."""
+        return ["--hosts", ",".join(f"{address}:1" for address in self.addresses)]
+
+    @property
+    def text(self) -> str:
+        """What the table and the page say about the links."""
+        return "links are emulated by network namespaces"
 
     @property
     def environ(self) -> dict[str, str]:
@@ -137,13 +160,7 @@ class ShapedHosts:
             _run([*add, "root", *tbf])
             return
         delay = ["netem", "delay", f"{round(self._link.latency_s / 2 * 1e6)}us", "limit", "100000"]
-        why = _problem([*add, "root", "handle", "1:", *delay])
-        if why:
-            raise UsageError(
-                f"--link {self._link.text}: this kernel cannot delay packets ({why}): it has no"
-                " netem (modprobe sch_netem). Leave the latency out: --link"
-                f" {self._link.text.partition(',')[0]}"
-            )
+        _run([*add, "root", "handle", "1:", *delay])
         _run([*add, "parent", "1:", "handle", "2:", *tbf])
 
     def _write_ssh(self) -> None:
