@@ -86,12 +86,19 @@ def test_compare_runs_each_pace_with_the_same_number_of_steps(tmp_path):
     assert int(cells["allreduce"][5].removesuffix(" %")) > 25
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root is sure to make network namespaces")
-def test_compare_on_a_slow_link(tmp_path):
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root is sure to make namespaces")
+
+
+@pytest.mark.parametrize(
+    "route", [pytest.param("namespaces", marks=[pytest.mark.root, needs_root]), "pacing"]
+)
+def test_compare_on_a_slow_link(tmp_path, route):
     words = ["--paces", "allreduce,diloco:10", "--steps", "20", "--link", "2mbit"]
-    done = paceline(tmp_path, "compare", "-n", "2", *words, "train.py")
+    done = paceline(tmp_path, "compare", "-n", "2", *words, "--emulate", route, "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
+    said = f"links are emulated by {'network namespaces' if route == 'namespaces' else 'pacing'}"
+    assert said in done.stdout and said in (tmp_path / "compare.html").read_text()
+    assert (f"{said} in the engine: 2 hosts" in done.stderr) == (route == "pacing")
     speed = [float(n) for n in re.findall(r"(?:ms|s) +[\d.]+ +([\d.]+) +[\d.]+ k?B", done.stdout)]
     # A worker sends 2.5 kB in a step. After a first burst of 16 kB the rest of 20 steps takes at
     # least 0.13 s at 2 Mbit/s, so no worker can do more than 150 steps/s.

@@ -21,6 +21,20 @@ from paceline.cli.main import main
         (["compare", "--paces", "backup:2"], "leave no worker to wait for"),
         (["compare", "--paces", "hogwild", "--link", "1gbit"], "cannot be compared with --link"),
         (["compare", "--link", "0mbit"], "nothing can be sent at that rate"),
+        (["compare", "--emulate", "pacing"], "--emulate pacing without --link"),
+        (["compare", "--link", "1gbit", "--emulate", "tc"], "expected auto, namespaces, pacing"),
+        (
+            ["compare", "--link", "40gbit", "--emulate", "pacing"],
+            "keep up with at most 10gbit",
+        ),
+        (
+            ["compare", "--link", "1kbit", "--emulate", "pacing"],
+            "at less than 128kbit heartbeats would be late",
+        ),
+        (
+            ["compare", "--link", "1gbit,2s", "--emulate", "pacing"],
+            "a latency of more than 1 s would pass for a lost peer",
+        ),
         (["compare", "-n", "1"], "from 2 workers on"),
         (["parity", "-n", "1"], "is compared with at least 2"),
         (["parity", "--steps", "1"], "at least 3 steps"),
@@ -64,15 +78,26 @@ def test_options_are_read_after_the_script_until_a_word_of_its_own(tmp_path, cap
 
 
 def test_links_without_the_rights_to_shape_them(tmp_path, capsys, monkeypatch):
-    """The tools of the system refuse: the error quotes them, with the user and the rate."""
+    """The tools of the system refuse: the engine paces, or an error quotes them and the numbers."""
     for tool in ("ip", "tc", "nsenter", "unshare"):
         program = tmp_path / tool
         program.write_text("#!/bin/sh\necho not permitted >&2\nexit 1\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / "train.py").write_text("")
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", "--link", "100mbit", str(tmp_path / "train.py")])
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and "--link 100mbit: this process may not shape links" in error
-    assert "not permitted" in error and "kernel.unprivileged_userns_clone=1" in error
+
+    def errors(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["compare", *words, str(tmp_path / "train.py")])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    refused = errors("--link", "100mbit", "--emulate", "namespaces")
+    assert "--link 100mbit,50us --emulate namespaces: this process may not shape" in refused
+    assert "not permitted" in refused and "kernel.unprivileged_userns_clone=1" in refused
+    refused = errors("--link", "40gbit")
+    assert "--link 40gbit,50us cannot be emulated by pacing in the engine" in refused
+    assert "at most 10gbit" in refused and "(not permitted). Run it as root" in refused
+    paced = errors("--link", "100mbit,5ms")  # the script is empty, so the job fails
+    assert "pacing in the engine: 2 hosts of one worker each, 100 Mbit/s, 5 ms one way" in paced
+    assert "cannot make a network namespace (not permitted)" in paced
