@@ -381,7 +381,7 @@ NB_MODULE(_core, m) {
       "read_emulated_links",
       [](const std::string& path) {
         LinkFacts facts = EmulatedLinks(path).facts();
-        return nb::make_tuple(facts.num_hosts, facts.bytes_per_s, facts.latency_s);
+        return std::tuple(facts.num_hosts, facts.bytes_per_s, facts.latency_s);
       },
       "path"_a);
   m.attr("KINDS") = [] {

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from paceline import _core
 from paceline.errors import ConfigError
 from paceline.runtime.formatting import short_duration
 
@@ -34,12 +33,16 @@ class EmulatedLinks(msgspec.Struct, frozen=True):
         cls, path: Path, num_hosts: int, bytes_per_s: float, latency_s: float
     ) -> EmulatedLinks:
         """Write a new file."""
+        from paceline import _core  # only such jobs need it in the launcher
+
         _core.create_emulated_links(str(path), num_hosts, bytes_per_s, latency_s)
         return cls(str(path), num_hosts, bytes_per_s, latency_s)
 
     @classmethod
     def read(cls, path: str) -> EmulatedLinks:
         """Read the file; UsageError if there is none."""
+        from paceline import _core
+
         return cls(path, *_core.read_emulated_links(path))
 
     @classmethod

@@ -169,10 +169,10 @@ def _budget_text(options: CompareOptions) -> str:
 
 def _conditions(options: CompareOptions, hosts: ShapedHosts | PacedHosts | None) -> str:
     words = [f"{options.num_workers} workers", f"{_budget_text(options)} each"]
-    words += [f"links of {options.link} ({hosts.text})"] if hosts is not None else []
+    words += [f"links of {options.link}"] if hosts is not None else []
     words += [f"slow {options.slow}"] if options.slow else []
     words += [f"seed {options.seed}"]
-    return ", ".join(words)
+    return ", ".join(words) + (f"; {hosts.text}" if hosts is not None else "")
 
 
 def _servers(options: CompareOptions, pace: PaceSpec) -> str:
