@@ -72,9 +72,10 @@ TEST(each_direction_of_a_host_is_occupied_by_what_passes_it) {
   CHECK(links.send(2, 1, 1448, now) == now + 2 * packet + 5 * kMs);  // after the first, on the link of host 1
   CHECK(links.send(1, 0, 1448, now) == now + packet + 5 * kMs);      // the other directions are free
   CHECK(links.busy_until(1, 0, now) == 0);
-  for (int i = 0; i < 12; ++i) links.send(0, 1, 1448, now);  // more than may wait
+  for (int i = 0; i < 20; ++i) links.send(0, 1, 1448, now);  // more than may wait
   CHECK(links.busy_until(0, 2, now) > now && links.busy_until(2, 1, now) > now);
-  CHECK(links.busy_until(0, 2, now + 14 * packet) == 0);
+  CHECK(links.busy_until(0, 2, now + 22 * packet) == 0);
+  CHECK(links.send(0, 2, 100, now, true) < now + 8 * kMs);  // a small message does not wait for all of them
 }
 
 TEST(bytes_arrive_whole_and_not_before_the_link_has_carried_them) {

@@ -21,10 +21,11 @@ constexpr uint32_t kMaxHosts = 4096;
 constexpr size_t kPacket = 1448, kPacketHeaders = 66;
 constexpr double kChunk_s = 250e-6;
 constexpr size_t kLeastChunk = 4 << 10, kMostChunk = 256 << 10;
-// How far ahead a host may send. A process that computes is late by some milliseconds; the link must not stand idle
-// for that, as it would not with a kernel that sends from its buffers.
-constexpr double kWindow_s = 4e-3;
+// How far ahead a host may send. On a busy machine a process runs late by some milliseconds; the link must not stand
+// idle for that, as it would not with a kernel that sends from its buffers.
+constexpr double kWindow_s = 16e-3;
 constexpr size_t kLeastWindow = 16 << 10;
+constexpr uint64_t kTurn_ns = 2'000'000;  // the most that a small message waits for others
 
 [[noreturn]] void refuse(const std::string& path, const std::string& why) {
   throw Error(ErrorKind::usage, "emulated links " + path + ": " + why +
@@ -83,7 +84,7 @@ uint64_t EmulatedLinks::busy_until(uint32_t from, uint32_t to, uint64_t now_ns) 
   return until > now_ns + window_ns_ ? until - window_ns_ / 2 : 0;
 }
 
-uint64_t EmulatedLinks::send(uint32_t from, uint32_t to, size_t bytes, uint64_t now_ns) {
+uint64_t EmulatedLinks::send(uint32_t from, uint32_t to, size_t bytes, uint64_t now_ns, bool is_small) {
   uint64_t duration = duration_ns(bytes);
   auto occupy = [&](std::atomic<uint64_t>& direction, uint64_t not_before) {
     uint64_t until = direction.load(std::memory_order_relaxed), end;
@@ -94,7 +95,8 @@ uint64_t EmulatedLinks::send(uint32_t from, uint32_t to, size_t bytes, uint64_t 
   };
   uint64_t left = occupy(hosts_[from].out_ns, now_ns);
   // The first bit enters the second link when it has left the first one, if that link is free.
-  return occupy(hosts_[to].in_ns, left - duration) + latency_ns_;
+  uint64_t arrives = occupy(hosts_[to].in_ns, left - duration);
+  return (is_small ? std::min(arrives, now_ns + kTurn_ns + duration) : arrives) + latency_ns_;
 }
 
 }  // namespace paceline

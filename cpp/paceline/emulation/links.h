@@ -28,13 +28,14 @@ class EmulatedLinks {
 
   const LinkFacts& facts() const { return facts_; }
   uint32_t host_of(int rank) const { return uint32_t(rank) % facts_.num_hosts; }
-  // As many bytes as pass the link in a moment: whoever sends more in one piece delays other connections.
+  // As many bytes as pass the link in a moment: a larger piece would delay other connections.
   size_t chunk_bytes() const { return chunk_bytes_; }
   // 0 if `from` may send to `to` now, else the time (ns) at which it should ask again. What it sends waits at the
   // receiver, so this is only about the order in which connections use a link.
   uint64_t busy_until(uint32_t from, uint32_t to, uint64_t now_ns) const;
-  // Sends bytes: returns the time (ns) at which the last of them has arrived.
-  uint64_t send(uint32_t from, uint32_t to, size_t bytes, uint64_t now_ns);
+  // Sends bytes: returns the time (ns) at which the last of them has arrived. A small message waits only for a little
+  // of what is on its way, as it does where connections take turns; it occupies the link like any other.
+  uint64_t send(uint32_t from, uint32_t to, size_t bytes, uint64_t now_ns, bool is_small = false);
   uint64_t duration_ns(size_t bytes) const;  // on a link
 
   static uint64_t now_ns();  // the same clock in all processes of the machine

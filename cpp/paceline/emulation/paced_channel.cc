@@ -34,10 +34,14 @@ bool PacedChannel::begin_chunk(const iovec* parts, int num_parts) {
   size_t offered = 0;
   for (int i = 0; i < num_parts; ++i) offered += parts[i].iov_len;
   uint64_t now = EmulatedLinks::now_ns();
-  busy_until_ns_ = offered <= kSmallFrame ? 0 : links_.busy_until(here_, there_, now);
+  bool is_small = offered <= kSmallFrame;
+  busy_until_ns_ = is_small ? 0 : links_.busy_until(here_, there_, now);
   if (busy_until_ns_ || offered == 0) return false;
-  out_left_ = offered <= kSmallFrame ? offered : std::min(offered, links_.chunk_bytes());
-  out_ = {links_.send(here_, there_, out_left_ + sizeof out_, now), uint32_t(out_left_), kMagic};
+  out_left_ = is_small ? offered : std::min(offered, links_.chunk_bytes());
+  size_t bytes = out_left_ + sizeof out_;
+  uint64_t arrives = links_.send(here_, there_, bytes, now, is_small);
+  // A small message overtakes those of other connections, not the one before it on its own.
+  out_ = {std::max(arrives, out_.arrives_ns + links_.duration_ns(bytes)), uint32_t(out_left_), kMagic};
   out_at_ = 0;
   return true;
 }
