@@ -11,6 +11,7 @@ namespace paceline {
 namespace {
 constexpr uint32_t kMagic = 0x706b6e6c;
 constexpr size_t kEnough = 32 << 10;              // wake up for so many bytes, as for other connections
+constexpr size_t kChunksAtOnce = 4;               // or for what a link carries in a millisecond
 constexpr uint64_t kLatest_ns = 600'000'000'000;  // no chunk of an honest peer is on its way for so long
 }  // namespace
 
@@ -97,7 +98,8 @@ void PacedChannel::wake_at(size_t bytes) {
   uint64_t at = busy_until_ns_;
   bool is_early = in_at_ == sizeof in_ && in_.arrives_ns > EmulatedLinks::now_ns();
   if (is_early) {
-    size_t wanted = std::min(bytes, kEnough);
+    // A fast link would wake this thread thousands of times a second, which other processes need the core for.
+    size_t wanted = std::min(bytes, std::max(kEnough, kChunksAtOnce * links_.chunk_bytes()));
     uint64_t arrives = in_.arrives_ns + (wanted > in_left_ ? links_.duration_ns(wanted - in_left_) : 0);
     at = at ? std::min(at, arrives) : arrives;
   }
