@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=4, help="that the clients are in")
     parser.add_argument("--encrypt", choices=["on", "off"], default="off")
+    parser.add_argument("--out", type=Path, help="folder for the results, not bench/results")
     parser.add_argument("--quick", action="store_true", help="4 and 12 clients, one short turn")
     options = parser.parse_args()
     if options.quick:
@@ -192,8 +193,8 @@ def main() -> None:
     facts = machine()
     print("  ".join(f"{name}: {value}" for name, value in facts.items()))
     rows = show(measure(options.clients, options), options)
-    content = {"machine": facts, "options": vars(options), "rows": rows}
-    print(f"written to {write_json('many-clients', content)}")
+    content = {"machine": facts, "options": {**vars(options), "out": ""}, "rows": rows}
+    print(f"written to {write_json('many-clients', content, options.out)}")
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sleep", type=float, default=5.0, help="seconds")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one job")
+    parser.add_argument("--out", type=Path, help="folder for the results, not bench/results")
     parser.add_argument("--quick", action="store_true", help="8 and 20 workers, asleep for 1 s")
     options = parser.parse_args()
     if options.quick:
@@ -192,8 +193,8 @@ def main() -> None:
             print(f"{workers} workers: {samples[workers][-1]}", flush=True)
     print("\neach value: best and median of the jobs")
     rows = show(samples)
-    content = {"machine": facts, "options": vars(options), "rows": rows}
-    print(f"written to {write_json('many-processes', content)}")
+    content = {"machine": facts, "options": {**vars(options), "out": ""}, "rows": rows}
+    print(f"written to {write_json('many-processes', content, options.out)}")
 
 
 if __name__ == "__main__":
