@@ -15,25 +15,15 @@ memory gets short. bench/README.md says more.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crowd_runs.watch import run_observed
 from harness.report import machine, write_json
 
 _WORKER = Path(__file__).parent / "crowd_runs" / "worker.py"
-_TICKS = os.sysconf("SC_CLK_TCK")
-_SPARE_MB = 4000  # of memory, below which a job is ended
-_LOOK_S = 0.25
 
 
 @dataclass
@@ -54,89 +44,25 @@ class Sample:
     kernel_mb: float  # of the whole machine beside what it kept before, by worker
 
 
-class Watch(threading.Thread):
-    """Looks at a running job a few times a second, and ends it if memory gets short."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self.pid = pid
-        self.looks: list[tuple[float, float]] = []  # time, the launcher's processor seconds
-        self.kernel_kb: list[int] = []
-        self.is_short = False
-
-    def run(self) -> None:
-        while (cpu_s := _cpu_s(self.pid)) is not None:
-            self.looks.append((time.time(), cpu_s))
-            memory = _meminfo()
-            self.kernel_kb.append(_kernel_kb(memory))
-            if memory["MemAvailable"] < _SPARE_MB * 1024:
-                self.is_short = True
-                os.kill(self.pid, signal.SIGKILL)
-            time.sleep(_LOOK_S)
-
-    def idle_share(self, begin_s: float, end_s: float) -> float:
-        """Return the launcher's processor seconds in a second of this interval."""
-        inside = [look for look in self.looks if begin_s <= look[0] <= end_s]
-        if len(inside) < 2:
-            return 0.0
-        (first_s, first), (last_s, last) = inside[0], inside[-1]
-        return (last - first) / (last_s - first_s)
-
-
-def _meminfo() -> dict[str, int]:
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return {row[0].rstrip(":"): int(row[1]) for row in rows}
-
-
-def _kernel_kb(memory: dict[str, int]) -> int:
-    return sum(memory[name] for name in ("Slab", "PageTables", "KernelStack"))
-
-
-def _cpu_s(pid: int) -> float | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return None
-    return None if fields[0] == "Z" else (int(fields[11]) + int(fields[12])) / _TICKS
-
-
 def run_once(workers: int, sleep_s: float, timeout_s: float) -> Sample:
     """Run one job and return what it took."""
-    command = [sys.executable, "-m", "paceline", "run", "-n", str(workers), "--log-dir", "none"]
-    before_kb, started_s = _kernel_kb(_meminfo()), time.time()
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [*command, str(_WORKER), str(sleep_s)], stdout=output, stderr=subprocess.STDOUT
-        )
-        watch = Watch(process.pid)
-        watch.start()
-        limit = threading.Timer(timeout_s, process.kill)
-        limit.start()
-        _, status, used = os.wait4(process.pid, 0)  # with its children, which it has reaped
-        limit.cancel()
-        ended_s = time.time()
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        text = output.read()
-    if process.returncode:
-        why = "memory got short" if watch.is_short else f"it ended with {process.returncode}"
-        raise SystemExit(f"{workers} workers: {why}\n{text[-3000:]}")
-    found = [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"rank"' in line]
+    job = run_observed(workers, [str(_WORKER), str(sleep_s)], timeout_s)
+    found = job.reports
     barrier_s, told_s = (max(one[key] for one in found) for key in ("barrier_s", "told_s"))
-    idle_s = watch.idle_share(barrier_s + 0.5, barrier_s + sleep_s)
+    idle_s = job.watch.idle_share(barrier_s + 0.5, barrier_s + sleep_s)
     return Sample(
-        start_s=barrier_s - started_s,
+        start_s=barrier_s - job.started_s,
         all_reduce_ms=max(one["all_reduce_s"] for one in found) * 1e3,
-        stop_s=ended_s - told_s,
-        cpu_s=(used.ru_utime + used.ru_stime) / workers,
-        launcher_ms=watch.looks[-1][1] / workers * 1e3,
+        stop_s=job.ended_s - told_s,
+        cpu_s=job.cpu_s / workers,
+        launcher_ms=job.launcher_s / workers * 1e3,
         idle_us=idle_s / workers * 1e6,
         fds=max(one["fds"] for one in found),
         sockets=max(one["sockets"] for one in found),
         threads=max(one["threads"] for one in found),
         pss_mb=statistics.fmean(one["pss_kb"] for one in found) / 1024,
         private_mb=statistics.fmean(one["private_kb"] for one in found) / 1024,
-        kernel_mb=(max(watch.kernel_kb) - before_kb) / 1024 / workers,
+        kernel_mb=job.kernel_kb / 1024 / workers,
     )
 
 
