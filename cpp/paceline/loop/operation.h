@@ -56,7 +56,7 @@ class Operation {
   std::atomic<bool> finished_{false};
   std::shared_ptr<Completions> completions_;  // written, with noted_, before is_awaited_
   int64_t noted_ = 0;
-  std::atomic<bool> is_awaited_{false};  // somebody has to be notified; cleared by the thread that does
+  std::atomic<bool> is_awaited_{false};  // `completions_` have to be notified; cleared by the thread that does
 };
 
 using OperationPtr = std::shared_ptr<Operation>;

@@ -49,7 +49,8 @@ def _exit_code(end: SystemExit) -> int:
         return 0
     if isinstance(end.code, int):
         return end.code & 0xFF
-    print(end.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
+    if sys.stderr is not None:
+        sys.stderr.write(f"{end.code}\n")  # as the interpreter does
     return 1
 
 
