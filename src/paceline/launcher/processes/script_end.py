@@ -21,6 +21,8 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 
+from paceline.runtime.console import warn
+
 _UNFLUSHED = 120  # the exit code of an interpreter that cannot write its last output
 
 
@@ -63,7 +65,7 @@ def _flush() -> bool:
                 stream.flush()
         except (OSError, ValueError) as error:  # noqa: PERF203
             is_written = False
-            with contextlib.suppress(OSError, ValueError):  # it may be stderr that is broken
-                os.write(2, f"Exception ignored in: {stream!r}\n{error!r}\n".encode())
+            if stream is sys.stdout:
+                warn(f"the last output cannot be written: {error}")
     ctypes.CDLL(None).fflush(None)
     return is_written
