@@ -12,30 +12,13 @@ Threads: the server's loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from paceline import _core
 from paceline.ps.connection import Connection, WorkerConnection
 
-
-class DueConnections:
-    """The connections of one partition that have something to handle, in order."""
-
-    def __init__(self) -> None:
-        self._due: dict[WorkerConnection, None] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._due)
-
-    def add(self, connection: WorkerConnection) -> None:
-        """Serve this connection in the next turn."""
-        self._due[connection] = None
-
-    def take(self) -> Iterable[WorkerConnection]:
-        """Return the connections to serve now, and forget them."""
-        due, self._due = self._due, {}
-        return due
+Due = dict[WorkerConnection, None]  # an ordered set
 
 
 class Arrivals:
@@ -44,14 +27,14 @@ class Arrivals:
     def __init__(self, engine: _core.Engine) -> None:
         self._completions = _core.Completions(engine)
         self._numbers = itertools.count()
-        self._watched: dict[int, tuple[WorkerConnection, DueConnections]] = {}
+        self._watched: dict[int, tuple[WorkerConnection, Due]] = {}
 
-    def watch(self, pair: Connection, rank: int, due: DueConnections) -> WorkerConnection:
+    def watch(self, pair: Connection, rank: int, due: Due) -> WorkerConnection:
         """Return the server's end of this connection; it is due whenever something has arrived."""
         number = next(self._numbers)
         pair.on_receive = partial(self._completions.add, number=number)
         self._watched[number] = (connection := WorkerConnection(pair, rank, number)), due
-        due.add(connection)
+        due[connection] = None
         return connection
 
     def forget(self, connection: WorkerConnection) -> None:
@@ -63,12 +46,4 @@ class Arrivals:
         for number in self._completions.wait(others, timeout_s):
             if number in self._watched:
                 connection, due = self._watched[number]
-                due.add(connection)
-
-
-def serve_due(due: DueConnections) -> Iterator[WorkerConnection]:
-    """Yield the connections to serve; those that have more to handle afterwards are due again."""
-    for connection in due.take():
-        yield connection
-        if connection.has_more:
-            due.add(connection)
+                due[connection] = None

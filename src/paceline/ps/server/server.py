@@ -36,7 +36,7 @@ from paceline.ps.connection import Connection, Landing, RequestArrival, WorkerCo
 from paceline.ps.replication import messages as p
 from paceline.ps.replication.applied import REMEMBERED
 from paceline.ps.replication.replication import Replica
-from paceline.ps.server.arrivals import Arrivals, DueConnections, serve_due
+from paceline.ps.server.arrivals import Arrivals, Due
 from paceline.ps.server.handlers import HANDLERS
 from paceline.ps.server.table_requests import STEP, ServedTable
 from paceline.ps.server.telemetry import Load, ServerSpans
@@ -88,7 +88,7 @@ class Server:
         self.index = index
         self.context = context
         self.connections: dict[int, WorkerConnection] = {}  # by the worker's rank
-        self._due = DueConnections()
+        self._due: Due = {}  # connections that have something to handle, in order
         self.broken: list[tuple[WorkerConnection, PeerError]] = []  # connections that failed
         self.load = Load()
         self.callers: dict[int, Caller] = {}  # by rank
@@ -125,9 +125,13 @@ class Server:
         """Handle what has arrived from workers."""
         if not self.is_due:
             return
-        for connection in serve_due(self._due):
+        due = list(self._due)
+        self._due.clear()  # the same object: what arrives is noted there
+        for connection in due:
             if self.connections.get(connection.rank) is connection:
                 self.serve_connection(connection)
+                if connection.has_more:
+                    self._due[connection] = None
 
     def serve_connection(self, connection: WorkerConnection) -> None:
         """Handle what has arrived from one worker."""
