@@ -162,6 +162,7 @@ MAY_NAME_STDERR = {
     "runtime/console.py": "the one place that writes there",
     "observe/display/display.py": "asks whether it is a terminal; the display thread owns it",
     "launcher/function/forked.py": "flushes it before a fork and before os._exit",
+    "launcher/processes/script_end.py": "flushes it before os._exit, and prints SystemExit's text",
     "cli/main.py": "the last words of a command, which no application redirects",
     "ray.py": "shows what the launcher prints, also in a notebook",
 }

@@ -26,6 +26,7 @@ TESTS = (
     "named_test",
     "peers_test",
     "limits_test",
+    "many_test",
 )
 
 
@@ -83,7 +84,7 @@ def test_fuzz_corpus_under_sanitizers(built, name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["group_test", "peers_test"])
+@pytest.mark.parametrize("name", ["group_test", "peers_test", "many_test"])
 def test_threads_of_the_core(built_for_threads, name):
     out = subprocess.run([built_for_threads / name], capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]

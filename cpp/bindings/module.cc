@@ -101,15 +101,12 @@ struct PyWork {
   }
 };
 
-// Returns the lowest index of a work that has finished or failed; -1 after the timeout. An interrupt only raises and
-// fails no group.
-int wait_any(nb::sequence works, std::optional<double> timeout_s) {
-  nb::tuple held(works);  // keeps them while the GIL is released
+// Adds the operations of these works, and returns their engine; null without works. They belong to one engine.
+Engine* collect(const nb::tuple& works, std::vector<Operation*>& operations) {
   auto* type = reinterpret_cast<PyTypeObject*>(nb::type<PyWork>().ptr());
-  std::vector<Operation*> operations;
-  operations.reserve(held.size());
+  operations.reserve(works.size());
   Engine* engine = nullptr;
-  for (nb::handle h : held) {
+  for (nb::handle h : works) {
     if (!PyObject_TypeCheck(h.ptr(), type))
       throw Error(ErrorKind::usage,
                   "wait_any: takes works of the engine, not " + std::string(nb::type_name(h.type()).c_str()));
@@ -117,21 +114,34 @@ int wait_any(nb::sequence works, std::optional<double> timeout_s) {
     if (engine && engine != &work.group->engine())
       throw Error(ErrorKind::usage, "wait_any: the works belong to different engines");
     engine = &work.group->engine();
-    if (work.done()) return int(operations.size());
     operations.push_back(work.operation.get());
   }
-  if (!engine) throw Error(ErrorKind::usage, "wait_any: the list of works is empty, so none can ever finish");
+  return engine;
+}
+
+// Returns the lowest index of an operation that has finished or failed; -1 after the timeout, or if there are
+// completions. An interrupt only raises and fails no group.
+int wait_any(Engine& engine, const std::vector<Operation*>& operations, const Completions* completions,
+             std::optional<double> timeout_s) {
   double deadline = now_s() + timeout_s.value_or(kForever);
   for (;;) {
     int ready;
     {
       nb::gil_scoped_release release;
-      ready = engine->wait_any(operations, std::clamp(deadline - now_s(), 0.0, kSignalCheck_s));
+      ready = engine.wait_any(operations, completions, std::clamp(deadline - now_s(), 0.0, kSignalCheck_s));
     }
-    if (ready >= 0) return ready;
+    if (ready >= 0 || (completions && completions->has_any())) return ready;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (now_s() >= deadline) return -1;
   }
+}
+
+int wait_any_work(nb::sequence works, std::optional<double> timeout_s) {
+  nb::tuple held(works);  // keeps them while the GIL is released
+  std::vector<Operation*> operations;
+  Engine* engine = collect(held, operations);
+  if (!engine) throw Error(ErrorKind::usage, "wait_any: the list of works is empty, so none can ever finish");
+  return wait_any(*engine, operations, nullptr, timeout_s);
 }
 
 struct PyEngine {
@@ -196,6 +206,26 @@ struct PyEngine {
       throw Error(ErrorKind::usage, "rank " + std::to_string(rank) + " has no such engine memory on this host", rank);
     return segment;
   }
+};
+
+// Works of which many are pending and few finish at a time: each is added once, and only the finished ones are taken.
+class PyCompletions {
+ public:
+  explicit PyCompletions(PyEngine& engine) : engine_(engine.engine) {}
+
+  void add(PyWork& work, int64_t number) { work.operation->report_to(completions_, number); }
+  std::vector<int64_t> wait(nb::sequence works, std::optional<double> timeout_s) {
+    nb::tuple held(works);
+    std::vector<Operation*> operations;
+    if (Engine* engine = collect(held, operations); engine && engine != engine_.get())
+      throw Error(ErrorKind::usage, "Completions.wait: the works belong to another engine");
+    wait_any(*engine_, operations, completions_.get(), timeout_s);
+    return completions_->take();
+  }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Completions> completions_ = std::make_shared<Completions>();
 };
 
 class PyGroup {
@@ -398,7 +428,7 @@ NB_MODULE(_core, m) {
       .def("counts", [](const PyWork& w) { return w.call ? w.call->counts : std::vector<uint64_t>(); })
       .def("output", &PyWork::output)
       .def("last_joined", [](const PyWork& w) { return w.call ? w.call->last_joined : -1; });
-  m.def("wait_any", &wait_any, "works"_a, "timeout_s"_a = nb::none());
+  m.def("wait_any", &wait_any_work, "works"_a, "timeout_s"_a = nb::none());
 
   nb::class_<PyEngine>(m, "Engine")
       .def(nb::init<int, int, double, double, double, std::string>(), "rank"_a, "num_local"_a, "timeout_s"_a,
@@ -412,6 +442,15 @@ NB_MODULE(_core, m) {
             e.engine->await_local_peers(timeout_s, std::move(ranks));
           },
           "timeout_s"_a, "ranks"_a = std::vector<int>(), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "introduce_neighbours", [](PyEngine& e, double timeout_s) { e.engine->introduce_neighbours(timeout_s); },
+          "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "await_introductions",
+          [](PyEngine& e, int hub, const std::vector<int>& ranks, double timeout_s) {
+            return e.engine->await_introductions(hub, ranks, timeout_s);
+          },
+          "hub"_a, "ranks"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "set_num_local", [](PyEngine& e, int num_local) { e.engine->set_num_local(num_local); }, "num_local"_a)
       .def(
@@ -449,6 +488,11 @@ NB_MODULE(_core, m) {
       .def(
           "say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
+
+  nb::class_<PyCompletions>(m, "Completions")
+      .def(nb::init<PyEngine&>(), "engine"_a)
+      .def("add", &PyCompletions::add, "work"_a, "number"_a)
+      .def("wait", &PyCompletions::wait, "works"_a = nb::make_tuple(), "timeout_s"_a = nb::none());
 
   nb::class_<PyGroup>(m, "Group", nb::is_weak_referenceable())
       .def(nb::init<PyEngine&, uint64_t, uint32_t, std::vector<int>, std::vector<int>, double, double, bool>(),

@@ -164,19 +164,34 @@ _ENDS = {
     "from __main__ import y": "exit code 1",
     "import atexit, sys\natexit.register(lambda: print(sys.last_value))\n1 / 0\n": "exit code 1",
     "def f(x: Undefined): pass": "exit code 1",
+    "raise SystemExit(-1)": "exit code 255",
+    "class C:\n    def __del__(self):\n        print('gone')\nc = C()\n": "exit code 0",
+    "class C:\n    def __del__(self):\n        print('gone')\nc = C()\nc.c = c\n": "exit code 0",
+    "f = open('unclosed', 'w')\nf.write('x' * 10)\n"
+    "import atexit, os\n"
+    "atexit.register(lambda: print(os.path.getsize('unclosed')))\n": "exit code 0",
 }
 
 
-def test_scripts_end_as_in_a_fresh_interpreter(bench: _Bench) -> None:
+@pytest.mark.parametrize("local_workers", ["1", "64"])  # many end without a full finalization
+def test_scripts_end_as_in_a_fresh_interpreter(
+    bench: _Bench, local_workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bench.path)
+
     async def body() -> None:
         template = bench.template()
         try:
             for text, status in _ENDS.items():
                 command = bench.script(text)
-                process, out, errors = await bench.run(template, command)
+                environ = {"PACELINE_LOCAL_WORLD_SIZE": local_workers}
+                process, out, errors = await bench.run(template, command, **environ)
                 fresh = bench.fresh(command)
                 assert str(process.status) == status, text
                 assert (out, errors) == (fresh.stdout, fresh.stderr), text
+                if "unclosed" in text:
+                    assert (bench.path / "unclosed").read_text() == "x" * 10
+                    (bench.path / "unclosed").unlink()
         finally:
             template.end()
 

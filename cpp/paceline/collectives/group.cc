@@ -96,7 +96,8 @@ OperationPtr Group::enqueue(OperationPtr operation, OperationKind kind, bool bac
     failure = failure_;
     if (!failure) {
       inbox_.emplace_back(operation, kind);
-      has_inbox_.store(true, std::memory_order_release);
+      has_inbox_.store(true, std::memory_order_seq_cst);
+      wake();
     }
   }
   if (failure) std::rethrow_exception(failure);
@@ -197,7 +198,10 @@ bool Group::poll() {
     for (auto& [key, port] : ports_) moved |= port->flush();
     return moved;
   }
-  if (collectives_.empty() && transfers_.empty()) return false;
+  if (collectives_.empty() && transfers_.empty()) {
+    rest_until_woken();
+    return false;
+  }
   bool moved = false;
   try {
     for (auto& [key, port] : ports_) moved |= port->pump();
@@ -209,7 +213,16 @@ bool Group::poll() {
     fail_now(std::current_exception());
     moved = true;
   }
+  if (!moved) rest_until_woken();
   return moved;
+}
+
+// Its sockets are drained: the next event of one of them wakes the group, or a submission.
+void Group::rest_until_woken() {
+  if (!is_on_sockets() || !engine_->lets_rest()) return;
+  before_sleep();
+  rest();
+  if (has_inbox_.load(std::memory_order_seq_cst)) wake();  // it was submitted before the group rested
 }
 
 void Group::before_sleep() {
@@ -327,16 +340,17 @@ void Group::add_channel(int member, Lane lane, Fd socket, const LinkKeys* keys) 
   std::unique_ptr<Channel> channel;
   if (keys) channel = std::make_unique<EncryptedChannel>(std::move(socket), *keys, global_rank(member));
   else channel = std::make_unique<TcpChannel>(std::move(socket));
-  engine_->watch(fd);
+  engine_->watch(fd, this);
   if (EmulatedLinks* links = engine_->emulated_links()) {
     auto paced =
         std::make_unique<PacedChannel>(std::move(channel), *links, engine_->config().rank, global_rank(member));
-    engine_->watch(paced->timer());
+    engine_->watch(paced->timer(), this);
     channel = std::move(paced);
   }
   std::lock_guard lock(mu_);
   new_channels_.emplace_back(member, lane, std::move(channel));
-  has_inbox_.store(true, std::memory_order_release);
+  has_inbox_.store(true, std::memory_order_seq_cst);
+  wake();
 }
 
 std::unique_ptr<Port> Group::make_port(int member, std::unique_ptr<Channel> channel, std::atomic<uint64_t>* sent) {

@@ -85,6 +85,7 @@ class Group final : public Pollable {
   void inspect(double now) override;
   void beat(double now) override;
   void close_after_fork() override;
+  bool is_on_sockets() const override { return !team_ && size() > 1; }
 
  private:
   friend class Exchange;
@@ -110,6 +111,7 @@ class Group final : public Pollable {
   enum class OperationKind : uint8_t { collective, send, receive };
   OperationPtr enqueue(OperationPtr operation, OperationKind kind, bool background);
   void take_inbox();
+  void rest_until_woken();                  // driver only
   bool advance_collectives();               // driver only
   bool advance_transfers();                 // driver only
   void push_out();                          // driver only: starts submitted operations, without reading what arrives

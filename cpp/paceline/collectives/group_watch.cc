@@ -9,6 +9,7 @@
 namespace paceline {
 namespace {
 constexpr double kHeartbeat_s = 1.0;
+constexpr size_t kNamed = 8;  // ranks that a message names
 }  // namespace
 
 std::string Group::peer_name(int rank) {
@@ -25,7 +26,8 @@ void Group::check_waiting(Operation& operation, Lane lane, double now) {
   for (int rank : ranks) require_alive(rank, operation, lane, now);
   if (std::isinf(config_.timeout_s)) return;
   std::string on;
-  for (int rank : ranks) on += (on.empty() ? "" : ", ") + peer_name(rank);
+  for (size_t i = 0; i < std::min(ranks.size(), kNamed); ++i) on += (on.empty() ? "" : ", ") + peer_name(ranks[i]);
+  if (ranks.size() > kNamed) on += " and " + std::to_string(ranks.size() - kNamed) + " others";
   const EngineConfig& limits = engine_->config();
   double age = operation.age_s();
   if (age > config_.timeout_s)

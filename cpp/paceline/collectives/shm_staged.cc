@@ -39,7 +39,7 @@ Task Team::stage_pieces(Context& c) {
   const Request& r = c.request;
   size_t es = r.element_bytes();
   int n = size();
-  size_t room = c.personal() ? kStageBytes / size_t(n) / 64 * 64 : kStageBytes;
+  size_t room = c.personal() ? stage_bytes_ / size_t(n) / 64 * 64 : stage_bytes_;
   uint64_t chunk = per_chunk(room, es), num_chunks = 0;
   for (int m = 0; m < n; ++m)
     if (c.is_source(m))
@@ -60,7 +60,7 @@ Task Team::stage_pieces(Context& c) {
     if (source && k < num_chunks) {  // publish chunk k, one ahead of what is being consumed
       Reached room_again(*this, &Block::drained, k >= kStages ? base + k + 1 - kStages : 0);
       co_await park(room_again);
-      std::byte* stage = block(me_).inputs[(base + k) % kStages];
+      std::byte* stage = input(me_, base + k);
       for (int to = 0; to < int(r.inputs.size()); ++to) {
         if (c.personal() && to == me_) continue;
         const Part& in = r.inputs[size_t(to)];
@@ -77,7 +77,7 @@ Task Team::stage_pieces(Context& c) {
       std::vector<const void*> sources;
       for (int m = 0; m < n; ++m)
         sources.push_back(m == me_ ? at(r.inputs[size_t(me_)], j * chunk, es)
-                                   : block(m).inputs[(base + j) % kStages] + size_t(me_) * room);
+                                   : input(m, base + j) + size_t(me_) * room);
       void* to = at(r.outputs[0], j * chunk, es);
       reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), &to, 1,
              clamp(j * chunk, chunk, r.outputs[0].count), false);
@@ -90,8 +90,7 @@ Task Team::stage_pieces(Context& c) {
         Reached one(*this, &Block::filled, base + j + 1, m);
         co_await park(one);
         if (count)
-          std::memcpy(at(out, j * chunk, es),
-                      block(m).inputs[(base + j) % kStages] + size_t(c.personal() ? me_ : 0) * room, count * es);
+          std::memcpy(at(out, j * chunk, es), input(m, base + j) + size_t(c.personal() ? me_ : 0) * room, count * es);
       }
     }
     post(&Block::drained, base + j + 1);
@@ -103,10 +102,10 @@ Task Team::stage_pieces(Context& c) {
 // published is folded while it is in the L2 cache. No member has chunks of an earlier operation left to drain.
 Task Team::stage_pair(Context& c) {
   constexpr size_t kBytes = 64 << 10;
-  constexpr uint64_t kBuffers = sizeof(Block::inputs) / kBytes;
+  constexpr uint64_t kBuffers = kStages * stage_bytes_of(2) / kBytes;
   const Request& r = c.request;
   size_t es = r.element_bytes();
-  auto buffer = [&](int member, uint64_t number) { return block(member).inputs[0] + number % kBuffers * kBytes; };
+  auto buffer = [&](int member, uint64_t number) { return input(member, 0) + number % kBuffers * kBytes; };
   uint64_t chunk = per_chunk(kBytes, es), count = r.inputs[0].count;
   uint64_t num_chunks = (count + chunk - 1) / chunk, base = chunks_;
   chunks_ += num_chunks;
@@ -135,7 +134,7 @@ Task Team::stage_reduction(Context& c) {
   const Request& r = c.request;
   size_t es = r.element_bytes();
   int n = size();
-  size_t room = kStageBytes / size_t(n) / 64 * 64;
+  size_t room = stage_bytes_ / size_t(n) / 64 * 64;
   uint64_t slice = per_chunk(room, es), chunk = slice * uint64_t(n);
   uint64_t count = r.inputs[0].count, num_chunks = (count + chunk - 1) / chunk, base = chunks_;
   chunks_ += num_chunks;
@@ -150,7 +149,7 @@ Task Team::stage_reduction(Context& c) {
     if (k < num_chunks) {
       Reached room_again(*this, &Block::drained, k >= kStages ? base + k + 1 - kStages : 0);
       co_await park(room_again);
-      std::byte* stage = block(me_).inputs[(base + k) % kStages];
+      std::byte* stage = input(me_, base + k);
       for (int m = 0; m < n; ++m)
         if (m != me_ && slice_count(k, m))
           std::memcpy(stage + size_t(m) * room, at(in, slice_at(k, m), es), slice_count(k, m) * es);
@@ -164,9 +163,8 @@ Task Team::stage_reduction(Context& c) {
       co_await park(room_again);
       std::vector<const void*> sources;
       for (int m = 0; m < n; ++m)
-        sources.push_back(m == me_ ? at(in, slice_at(j, me_), es)
-                                   : block(m).inputs[(base + j) % kStages] + size_t(me_) * room);
-      void* to[2] = {block(me_).results[(base + j) % kStages], nullptr};
+        sources.push_back(m == me_ ? at(in, slice_at(j, me_), es) : input(m, base + j) + size_t(me_) * room);
+      void* to[2] = {result(me_, base + j), nullptr};
       if (destination) to[1] = at(r.outputs[0], slice_at(j, me_), es);
       reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), to, destination ? 2 : 1, slice_count(j, me_),
              false);
@@ -180,8 +178,7 @@ Task Team::stage_reduction(Context& c) {
         if (!slice_count(j, m)) continue;
         Reached one(*this, &Block::reduced, base + j + 1, m);
         co_await park(one);
-        std::memcpy(at(r.outputs[0], slice_at(j, m), es), block(m).results[(base + j) % kStages],
-                    slice_count(j, m) * es);
+        std::memcpy(at(r.outputs[0], slice_at(j, m), es), result(m, base + j), slice_count(j, m) * es);
       }
       post(&Block::copied, base + j + 1);
     }

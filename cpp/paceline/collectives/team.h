@@ -7,6 +7,7 @@
 // Why two copies suffice: a member reuses the copy of operation k in operation k+2, which it starts only
 // after all members have arrived at k+1, and they arrive at k+1 only after they finished k.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <string>
@@ -35,7 +36,12 @@ struct Piece {
 
 constexpr size_t kSlotBytes = 16 << 10;
 constexpr int kStages = 4;  // staging buffers used in turn
-constexpr size_t kStageBytes = 256 << 10;
+// Size of one staging buffer. Large teams have smaller ones: together they would fill the memory of the host, and no
+// cache holds the chunks of so many members. Each member's slice of a chunk has at least two cache lines.
+constexpr size_t stage_bytes_of(size_t members) {
+  size_t share = (size_t(4) << 20) / members, least = members * 128;
+  return std::clamp(std::max(share, least) / 4096 * 4096, size_t(32) << 10, size_t(256) << 10);
+}
 
 struct Block {
   Counter arrived;    // operations whose descriptor is posted
@@ -47,8 +53,7 @@ struct Block {
   Counter submitted;  // named operations that this member has submitted (named.h)
   alignas(64) Descriptor descriptors[2];
   alignas(64) std::byte slots[2][kSlotBytes];
-  alignas(64) std::byte inputs[kStages][kStageBytes];
-  alignas(64) std::byte results[kStages][kStageBytes];
+  // After it: the staging buffers for inputs and for results, and the pieces.
 };
 
 // How far an operation has come before there is a coroutine for it.
@@ -68,6 +73,10 @@ class Team {
   int me() const { return me_; }
   int rank_of(int member) const { return members_[size_t(member)]; }
   Block& block(int member) const { return *blocks_[size_t(member)]; }
+  // Staging buffers of a member for chunk k: of its inputs, and of its results.
+  std::byte* input(int member, uint64_t k) const { return stages(member) + k % kStages * stage_bytes_; }
+  std::byte* result(int member, uint64_t k) const { return stages(member) + (kStages + k % kStages) * stage_bytes_; }
+  size_t stage_bytes() const { return stage_bytes_; }
   Piece* pieces(int member, uint64_t op) const { return pieces_[size_t(member)] + (op & 1) * members_.size(); }
   Engine& engine() const { return engine_; }
   LocalLink* link(int member) const { return links_[size_t(member)].get(); }
@@ -105,6 +114,7 @@ class Team {
   bool has_failure() const;
 
  private:
+  std::byte* stages(int member) const { return reinterpret_cast<std::byte*>(&block(member)) + sizeof(Block); }
   Task run_whole(Context& c);  // inputs readable in place: slots or engine memory
   Task run_staged(Context& c);
   Task stage_pieces(Context& c);
@@ -129,6 +139,7 @@ class Team {
   Engine& engine_;
   std::vector<int> members_;
   int me_ = 0;
+  size_t stage_bytes_;
   Segment segment_;
   Header* header_ = nullptr;
   std::vector<Block*> blocks_;

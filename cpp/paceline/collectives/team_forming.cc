@@ -13,10 +13,11 @@ size_t piece_bytes(size_t members) { return round_up(2 * members * sizeof(Piece)
 }  // namespace
 
 Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<int> members, double timeout_s)
-    : engine_(engine), members_(std::move(members)) {
+    : engine_(engine), members_(std::move(members)), stage_bytes_(stage_bytes_of(members_.size())) {
   int my_rank = engine.config().rank;
   me_ = int(std::find(members_.begin(), members_.end(), my_rank) - members_.begin());
-  size_t head = round_up(sizeof(Header), 4096), each = round_up(sizeof(Block) + piece_bytes(members_.size()), 4096);
+  size_t head = round_up(sizeof(Header), 4096), stages = 2 * kStages * stage_bytes_;
+  size_t each = round_up(sizeof(Block) + stages + piece_bytes(members_.size()), 4096);
   uint64_t bytes = head + each * members_.size();
   for (int rank : members_) {
     links_.push_back(rank == my_rank ? nullptr : engine.link(rank));
@@ -61,7 +62,7 @@ Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<i
   for (size_t m = 0; m < members_.size(); ++m) {
     std::byte* base = segment_.data() + head + m * each;
     blocks_.push_back(reinterpret_cast<Block*>(base));
-    pieces_.push_back(reinterpret_cast<Piece*>(base + sizeof(Block)));
+    pieces_.push_back(reinterpret_cast<Piece*>(base + sizeof(Block) + stages));
   }
 }
 

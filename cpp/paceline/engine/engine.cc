@@ -15,18 +15,19 @@
 namespace paceline {
 namespace {
 constexpr double kBeat_s = 0.2;  // heartbeat of an idle process
+constexpr int kEvents = 64;      // that are taken from epoll at a time
 constexpr double kBackgroundPatience_s = 10e-6;
 constexpr double kInspect_s = 0.05;  // how often a waiting driver checks deadlines and peers
 constexpr double kStaleWaits_s = 1.0;
 constexpr double kWatch_s = 0.01;  // how often a watcher checks, without an event, whether a thread drives
 constexpr double kYield_s = 200e-6;
+}  // namespace
 
-int first_finished(std::span<Operation* const> operations) {
+int Engine::Goal::finished() const {
   for (size_t i = 0; i < operations.size(); ++i)
     if (operations[i]->finished()) return int(i);
   return -1;
 }
-}  // namespace
 
 Engine::Engine(const EngineConfig& config)
     : config_(config),
@@ -70,20 +71,33 @@ void Engine::set_num_local(int num_local) {
   spin_s_.store(crowded ? 0 : 4e-6, std::memory_order_relaxed);
 }
 
-void Engine::watch(int fd, bool is_process) {
+void Engine::watch(int fd, const Pollable* owner) { add_to_epoll(fd, owner ? owner->number_ : kNobody); }
+
+void Engine::add_to_epoll(int fd, uint64_t about) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
-  event.data.u32 = is_process;
+  event.data.u64 = about;
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
     throw Error(ErrorKind::shared_memory, "engine: cannot watch another socket (descriptor limit?)");
 }
 
 void Engine::attach(Pollable* pollable) {
-  as_driver([&] { pollables_.push_back(pollable); });
+  pollable->number_ = next_number_.fetch_add(2, std::memory_order_relaxed);
+  as_driver([&] {
+    pollables_.push_back(pollable);
+    by_number_[pollable->number_] = pollable;
+    num_on_sockets_ += pollable->is_on_sockets();
+  });
 }
 
 void Engine::detach(Pollable* pollable) {
-  as_driver([&] { std::erase(pollables_, pollable); });
+  as_driver([&] {
+    std::erase(pollables_, pollable);
+    by_number_.erase(pollable->number_);
+    num_on_sockets_ -= pollable->is_on_sockets();
+    if (!lets_rest())  // from now on the driver reads the sockets without asking for events
+      for (Pollable* one : pollables_) one->wake();
+  });
 }
 
 void Engine::announce_work(const Operation& operation) {
@@ -110,16 +124,15 @@ void Engine::call_progress_thread() {
   thread_cv_.notify_one();
 }
 
-int Engine::wait_any(std::span<Operation* const> operations, double timeout_s) {
-  int ready = first_finished(operations);
-  if (ready >= 0) return ready;
+int Engine::wait_any(std::span<Operation* const> operations, const Completions* completions, double timeout_s) {
+  const Goal goal{operations, completions};
+  if (goal.is_reached()) return goal.finished();
   double deadline = timeout_s < 1e8 ? now_s() + timeout_s : 1e300;
   do {
-    if (try_become_driver() || watch_driver(operations, deadline)) run_as_driver([&] { drive(operations, deadline); });
-    ready = first_finished(operations);
-  } while (ready < 0 && now_s() < deadline);
+    if (try_become_driver() || watch_driver(goal, deadline)) run_as_driver([&] { drive(&goal, deadline); });
+  } while (!goal.is_reached() && now_s() < deadline);
   return_background();
-  return ready;
+  return goal.finished();
 }
 
 bool Engine::try_become_driver() {
@@ -132,14 +145,13 @@ bool Engine::try_become_driver() {
 }
 
 // Sleeps until the driver has finished an operation or stops driving. True if no thread drove: this thread drives now.
-bool Engine::watch_driver(std::span<Operation* const> operations, double deadline_s) {
+bool Engine::watch_driver(const Goal& goal, double deadline_s) {
   watchers_.fetch_add(1, std::memory_order_seq_cst);
   uint32_t seen = events_.load(std::memory_order_acquire);
   full_fence();
   // Events from here on increment `events_`; earlier ones must be seen now.
   bool is_driver = try_become_driver();
-  if (!is_driver && first_finished(operations) < 0)
-    futex_wait(events_, seen, std::clamp(deadline_s - now_s(), 0.0, kWatch_s));
+  if (!is_driver && !goal.is_reached()) futex_wait(events_, seen, std::clamp(deadline_s - now_s(), 0.0, kWatch_s));
   watchers_.fetch_sub(1, std::memory_order_relaxed);
   return is_driver;
 }
@@ -153,15 +165,36 @@ void Engine::wake_watchers() {
 
 bool Engine::poll_all() {
   bool moved = false;
-  for (size_t i = 0; i < pollables_.size(); ++i) moved |= pollables_[i]->poll();
+  if (lets_rest()) take_events(0);
+  for (size_t i = 0; i < pollables_.size(); ++i)
+    if (!pollables_[i]->rests()) moved |= pollables_[i]->poll();
   return moved;
 }
 
+// Waits until there are events, and wakes the pollables that they are about.
+void Engine::take_events(int timeout_ms) {
+  epoll_event events[kEvents];
+  int n;
+  do {
+    n = epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
+    for (int i = 0; i < n; ++i) {
+      uint64_t about = events[i].data.u64;
+      if (events[i].events & (EPOLLHUP | EPOLLRDHUP | EPOLLERR) || about & kProcess) inspected_s_ = 0;
+      // The pollable or link may be gone: its sockets are closed later than it.
+      if (auto it = by_number_.find(about); it != by_number_.end()) it->second->wake();
+      else if (about != kNobody) note_news(about & ~kProcess);
+    }
+    timeout_ms = 0;
+  } while (n == kEvents);
+}
+
 bool Engine::awaits_rest() const {
-  return std::any_of(pollables_.begin(), pollables_.end(), [](const Pollable* p) { return p->awaits_rest(); });
+  return std::any_of(pollables_.begin(), pollables_.end(),
+                     [](const Pollable* p) { return !p->rests() && p->awaits_rest(); });
 }
 
 void Engine::inspect_all(double now) {
+  if (has_many_links()) take_events(0);
   inspected_s_ = now;
   receive_links();
   for (size_t i = 0; i < pollables_.size(); ++i) {
@@ -181,13 +214,10 @@ std::vector<LongWait> Engine::long_waits() {
   return is_old ? std::vector<LongWait>() : waits_;
 }
 
-// Drives until one of the operations has finished (without any, while something is pending), or another thread wants
-// to drive.
-void Engine::drive(std::span<Operation* const> until, double deadline_s) {
-  bool in_background = until.empty();
-  auto is_done = [&] {
-    return in_background ? pending_.load(std::memory_order_relaxed) == 0 : first_finished(until) >= 0;
-  };
+// Drives until the goal is reached (without one, while something is pending), or another thread wants to drive.
+void Engine::drive(const Goal* goal, double deadline_s) {
+  bool in_background = goal == nullptr;
+  auto is_done = [&] { return in_background ? pending_.load(std::memory_order_relaxed) == 0 : goal->is_reached(); };
   double idle_since = 0;  // 0: something moved in the last round
   int rounds = 0;
   for (;;) {
@@ -222,11 +252,9 @@ void Engine::sleep() {
   full_fence();
   // Changes before the flag was set must be seen now: the peers do not ring for them.
   if (!poll_all() && !contenders_.load()) {
-    for (Pollable* p : pollables_) p->before_sleep();
-    epoll_event events[8];
-    int n = epoll_wait(epoll_.get(), events, 8, int(kInspect_s * 1e3));
-    for (int i = 0; i < n; ++i)
-      if (events[i].events & (EPOLLHUP | EPOLLRDHUP | EPOLLERR) || events[i].data.u32) inspected_s_ = 0;
+    for (Pollable* p : pollables_)
+      if (!p->rests()) p->before_sleep();
+    take_events(int(kInspect_s * 1e3));
   }
   presence_->sleeping.store(0, std::memory_order_relaxed);
   uint64_t count;
@@ -252,7 +280,7 @@ void Engine::run_progress_thread() {
     if (pending_.load(std::memory_order_seq_cst) > 0 && drive_mu_.try_lock()) {
       run_as_driver([&] {
         in_background_.store(true, std::memory_order_relaxed);
-        drive({}, now_s() + kBeat_s);
+        drive(nullptr, now_s() + kBeat_s);
         is_contended = contenders_.load(std::memory_order_relaxed) > 0;
         in_background_.store(false, std::memory_order_relaxed);
       });
@@ -260,6 +288,9 @@ void Engine::run_progress_thread() {
       if (stopping_) return;
       if (!is_contended) continue;  // to move the heartbeat
     } else {
+      as_driver_if_free([&] {
+        if (has_many_links()) take_events(0);
+      });
       receive_links();
       as_driver_if_free([&] {
         for (Pollable* p : pollables_) p->beat(now_s());

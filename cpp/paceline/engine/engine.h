@@ -14,6 +14,11 @@
 // progress thread sleeps almost at once, because no caller waits for it. The end of a peer wakes the driver like any
 // other event of a socket, and is inspected at once.
 //
+// Many sockets. A server has a group with each of its clients, and to ask every socket in every round would take longer
+// than to serve the few that have something. If there are many groups that only use sockets, a group that could not
+// move RESTS: the driver asks epoll once in each round which sockets had an event, and polls the groups that do not
+// rest (docs/adr/0093-many-clients.md).
+//
 // Neighbours join and leave during the life of an engine: each rank is linked once, killed if necessary, and forgotten
 // when it is gone. Groups hold the links of their members themselves.
 #pragma once
@@ -26,9 +31,11 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "paceline/emulation/links.h"
+#include "paceline/loop/completions.h"
 #include "paceline/loop/operation.h"
 #include "paceline/transport/arena.h"
 #include "paceline/transport/local_link.h"
@@ -74,9 +81,21 @@ class Pollable {
   virtual void inspect(double now) = 0;  // driver, a few times a second: deadlines, dead peers, warnings
   virtual void beat(double now) = 0;     // driver, also while idle: send heartbeats to the other hosts
   virtual void close_after_fork() = 0;   // in a forked child: close sockets that belong to the parent
+  virtual bool is_on_sockets() const { return false; }  // whether only sockets and submissions can make it move
+
+  // While it rests it is not polled. Whatever could make it move wakes it: an event of its sockets, or a submission.
+  bool rests() const { return rests_.load(std::memory_order_seq_cst); }
+  void wake() { rests_.store(false, std::memory_order_seq_cst); }
+  uint64_t number() const { return number_; }  // by which sockets are watched for it; unique in its engine
 
  protected:
   ~Pollable() = default;
+  void rest() { rests_.store(true, std::memory_order_seq_cst); }
+
+ private:
+  friend class Engine;
+  std::atomic<bool> rests_{false};
+  uint64_t number_ = 0;
 };
 
 class Engine {
@@ -95,6 +114,13 @@ class Engine {
   // Blocks until these neighbours (none named: all) have introduced themselves. Separate from adding them, so that
   // ranks cannot wait for each other in a circle. Any thread.
   void await_local_peers(double timeout_s, std::vector<int> ranks = {});
+  // On a host with many processes one of them, the HUB, links to all others and then introduces each two of them to
+  // each other: it sends each one end of a connected socket. So they need no handshake of their own. Blocks until all
+  // descriptors have left. Any thread.
+  void introduce_neighbours(double timeout_s);
+  // Links to the neighbours that the hub introduces. False if some of these are still missing after this time. Throws
+  // peer_lost if the hub is lost.
+  bool await_introductions(int hub, const std::vector<int>& ranks, double timeout_s);
   // Kills a neighbour's process, also a stopped one, and waits until it is gone: afterwards it cannot write to shared
   // memory. False if it was gone already. Never kills another process. Any thread.
   bool end_peer(int rank);
@@ -118,8 +144,10 @@ class Engine {
 
   void attach(Pollable* pollable);
   void detach(Pollable* pollable);
-  // Wakes the sleeping driver when this socket has an event, or this process (a pidfd) ends.
-  void watch(int fd, bool is_process = false);
+  // Wakes the sleeping driver, and this pollable, when the socket has an event. Any thread.
+  void watch(int fd, const Pollable* owner = nullptr);
+  // Whether pollables on sockets may rest. Driver only.
+  bool lets_rest() const { return num_on_sockets_ > kFewOnSockets; }
 
   // One more operation is pending; its group has it in its inbox.
   void announce_work(const Operation& operation);
@@ -132,7 +160,11 @@ class Engine {
   }
   // Blocks until one of these operations has finished or failed; returns the index of the first that has, or -1 after
   // the timeout.
-  int wait_any(std::span<Operation* const> operations, double timeout_s);
+  int wait_any(std::span<Operation* const> operations, double timeout_s) {
+    return wait_any(operations, nullptr, timeout_s);
+  }
+  // The same until there are completions too; -1 also if there are some.
+  int wait_any(std::span<Operation* const> operations, const Completions* completions, double timeout_s);
   bool wait(Operation& operation, double timeout_s) {
     Operation* one = &operation;
     return wait_any({&one, 1}, timeout_s) == 0;
@@ -170,11 +202,24 @@ class Engine {
 
  private:
   static constexpr int kLooks = 200;
+  static constexpr int kFewOnSockets = 8;  // for so many, reading each socket costs no more than to ask epoll first
+  static constexpr size_t kFewLinks = 16;
+  // What a thread waits for: one of the operations, or a completion.
+  // What an event is about: the even number of a pollable or a link, plus kProcess for the end of a link's process.
+  static constexpr uint64_t kNobody = 0, kProcess = 1, kFirstNumber = 2;
+  struct Goal {
+    std::span<Operation* const> operations;
+    const Completions* completions;
+    int finished() const;  // the index of the first operation that has; -1: none
+    bool is_reached() const { return finished() >= 0 || (completions && completions->has_any()); }
+  };
   bool poll_all();
+  void take_events(int timeout_ms);
+  void add_to_epoll(int fd, uint64_t about);
   bool awaits_rest() const;
-  void drive(std::span<Operation* const> until, double deadline_s);
+  void drive(const Goal* goal, double deadline_s);
   bool try_become_driver();
-  bool watch_driver(std::span<Operation* const> operations, double deadline_s);
+  bool watch_driver(const Goal& goal, double deadline_s);
   void wake_watchers();
   void sleep();
   void inspect_all(double now);
@@ -202,30 +247,37 @@ class Engine {
   Fd doorbell_, epoll_;
   std::atomic<double> spin_s_{0};
 
-  std::mutex drive_mu_;                     // held by the driver
-  std::atomic<int> contenders_{0};          // threads that want to drive
-  std::atomic<bool> in_background_{false};  // the progress thread drives
-  std::vector<Pollable*> pollables_;        // driver only
-  double inspected_s_ = 0;                  // driver only
-  std::vector<LongWait> noted_waits_;       // driver only: of the current inspection
-  std::atomic<int> pending_{0};             // operations that have not finished
-  std::atomic<int> background_{0};          // the part of them in the background
-  std::atomic<int> watchers_{0};            // threads that wait while another one drives
-  std::atomic<uint32_t> events_{0};         // incremented on each event that watchers wait for
+  std::mutex drive_mu_;                                // held by the driver
+  std::atomic<int> contenders_{0};                     // threads that want to drive
+  std::atomic<bool> in_background_{false};             // the progress thread drives
+  std::vector<Pollable*> pollables_;                   // driver only
+  std::unordered_map<uint64_t, Pollable*> by_number_;  // driver only
+  int num_on_sockets_ = 0;                             // driver only: pollables
+  std::atomic<uint64_t> next_number_{kFirstNumber};
+  double inspected_s_ = 0;             // driver only
+  std::vector<LongWait> noted_waits_;  // driver only: of the current inspection
+  std::atomic<int> pending_{0};        // operations that have not finished
+  std::atomic<int> background_{0};     // the part of them in the background
+  std::atomic<int> watchers_{0};       // threads that wait while another one drives
+  std::atomic<uint32_t> events_{0};    // incremented on each event that watchers wait for
 
   std::mutex waits_mu_;
   std::vector<LongWait> waits_;  // guarded by waits_mu_: of the last inspection
   double waits_s_ = 0;           // guarded by waits_mu_: time of the last inspection
 
   std::mutex links_mu_;
-  std::map<int, std::shared_ptr<LocalLink>> links_;  // guarded by links_mu_
+  std::map<int, std::shared_ptr<LocalLink>> links_;                        // guarded by links_mu_
+  std::unordered_map<uint64_t, std::weak_ptr<LocalLink>> link_by_number_;  // guarded by links_mu_
+  bool has_many_links();
+  void note_news(uint64_t number);
   struct ReceivedDescriptor {
     int rank;
     LinkMessage message;
     Fd fd;
   };
   std::mutex received_mu_;
-  std::vector<ReceivedDescriptor> received_;  // guarded by received_mu_
+  std::vector<ReceivedDescriptor> received_;    // guarded by received_mu_
+  std::vector<ReceivedDescriptor> introduced_;  // guarded by received_mu_: sockets to neighbours; `id` is the rank
   struct LingeringPort {
     double until_s;
     std::unique_ptr<Port> port;

@@ -1,6 +1,7 @@
 // The engine's links to the neighbours on this host, the descriptors that arrive through them, and the channels of
 // closed groups whose other ends are still open.
 #include <poll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,6 +21,10 @@ constexpr double kLinger_s = 1.0;  // how long the channels of a closed group wa
 void Engine::add_local_peer(int rank, Fd socket) {
   auto deliver = [this](int from, const LinkMessage& m, Fd fd) {
     std::lock_guard lock(received_mu_);
+    if (m.kind == LinkKind::neighbour) {
+      introduced_.push_back({from, m, std::move(fd)});
+      return;
+    }
     auto kept = std::count_if(received_.begin(), received_.end(), [&](auto& one) { return one.rank == from; });
     if (kept >= kMaxReceived)
       throw Error(ErrorKind::bad_frame,
@@ -29,19 +34,87 @@ void Engine::add_local_peer(int rank, Fd socket) {
                   from);
     received_.push_back({from, m, std::move(fd)});
   };
-  auto link =
-      std::make_shared<LocalLink>(rank, std::move(socket), deliver, [this](int process) { watch(process, true); });
+  uint64_t number = next_number_.fetch_add(2, std::memory_order_relaxed);
+  auto link = std::make_shared<LocalLink>(rank, std::move(socket), deliver,
+                                          [=, this](int process) { add_to_epoll(process, number | kProcess); });
   link->introduce(presence_segment_, doorbell_.get());
   {
     std::lock_guard lock(links_mu_);
     if (!links_.emplace(rank, link).second)
       throw Error(ErrorKind::usage, "rank " + std::to_string(rank) + " is linked already: ranks are never reused",
                   rank);
+    link_by_number_[number] = link;
   }
   // From here on new segments are announced to this link; one created meanwhile is announced twice.
   arena_.for_each_segment(
       [&](uint64_t id, size_t bytes, int fd) { link->send({0, LinkKind::segment, id, bytes, 0}, {fd}); });
-  watch(link->socket());
+  add_to_epoll(link->socket(), number);
+}
+
+void Engine::introduce_neighbours(double timeout_s) {
+  double deadline = now_s() + timeout_s;
+  auto all = links();
+  for (size_t a = 0; a < all.size(); ++a) {
+    for (size_t b = a + 1; b < all.size(); ++b) {
+      int ends[2];
+      if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+        throw Error(ErrorKind::shared_memory, "engine: out of file descriptors while neighbours were introduced");
+      Fd first(ends[0]), second(ends[1]);
+      all[a]->send({0, LinkKind::neighbour, uint64_t(all[b]->peer()), 0, 0}, {first.get()});
+      all[b]->send({0, LinkKind::neighbour, uint64_t(all[a]->peer()), 0, 0}, {second.get()});
+    }
+    // What has not left holds descriptors: go on when the neighbours have taken theirs.
+    for (auto& link : all)
+      while (!link->flushed() && !link->lost()) {
+        if (now_s() > deadline)
+          throw Error(ErrorKind::peer_timeout,
+                      "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(link->peer()) +
+                          " on this host did not take the sockets to its neighbours within the timeout",
+                      link->peer());
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+  }
+}
+
+bool Engine::await_introductions(int hub, const std::vector<int>& ranks, double timeout_s) {
+  double deadline = now_s() + timeout_s;
+  for (auto l = link(hub);;) {
+    bool is_lost = !l || l->lost();  // checked first: it may have sent everything before its end
+    if (l) l->receive();
+    std::vector<ReceivedDescriptor> introduced;
+    {
+      std::lock_guard lock(received_mu_);
+      introduced.swap(introduced_);
+    }
+    for (auto& one : introduced) {
+      int rank = int(one.message.id);
+      bool is_wanted = one.rank == hub && std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+      if (is_wanted && !link(rank)) add_local_peer(rank, std::move(one.fd));
+    }
+    if (std::all_of(ranks.begin(), ranks.end(), [&](int rank) { return link(rank) != nullptr; })) return true;
+    if (is_lost)
+      throw Error(ErrorKind::peer_lost,
+                  "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(hub) +
+                      " ended while it introduced the processes of this host to each other. Check the output of that "
+                      "rank.",
+                  hub);
+    if (now_s() > deadline) return false;
+    pollfd p{l->socket(), POLLIN, 0};
+    ::poll(&p, 1, 20);
+  }
+}
+
+bool Engine::has_many_links() {
+  std::lock_guard lock(links_mu_);
+  return links_.size() > kFewLinks;
+}
+
+void Engine::note_news(uint64_t number) {
+  std::lock_guard lock(links_mu_);
+  auto it = link_by_number_.find(number);
+  if (it == link_by_number_.end()) return;
+  if (auto link = it->second.lock()) link->note_news();
+  else link_by_number_.erase(it);
 }
 
 void Engine::await_local_peers(double timeout_s, std::vector<int> ranks) {
@@ -100,7 +173,11 @@ void Engine::forget_peer(int rank) {
 }
 
 void Engine::receive_links() {
-  for (auto& link : links()) link->receive();
+  bool only_news = has_many_links();
+  for (auto& link : links()) {
+    if (only_news) link->receive_news();
+    else link->receive();
+  }
 }
 
 void Engine::drop_descriptors_before(uint64_t id, uint64_t generation) {

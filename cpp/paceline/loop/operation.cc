@@ -32,7 +32,17 @@ void Operation::finish(std::exception_ptr error) {
   error_ = error;
   task_ = Task();
   start_ = nullptr;  // releases what the request held
-  finished_.store(true, std::memory_order_release);
+  finished_.store(true, std::memory_order_seq_cst);
+  if (is_awaited_.exchange(false, std::memory_order_seq_cst)) completions_->note(noted_);
+}
+
+void Operation::report_to(std::shared_ptr<Completions> completions, int64_t what) {
+  completions_ = std::move(completions);
+  noted_ = what;
+  is_awaited_.store(true, std::memory_order_seq_cst);
+  // The driver may just have finished it without seeing this: one of the two threads notes it.
+  if (finished_.load(std::memory_order_seq_cst) && is_awaited_.exchange(false, std::memory_order_seq_cst))
+    completions_->note(noted_);
 }
 
 }  // namespace paceline

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "paceline/base/clock.h"
+#include "paceline/loop/completions.h"
 #include "paceline/loop/task.h"
 
 namespace paceline {
@@ -39,6 +40,8 @@ class Operation {
   void rethrow() const {
     if (error_) std::rethrow_exception(error_);
   }
+  // Notes this once the operation has finished, at once if it has. At most once for each operation.
+  void report_to(std::shared_ptr<Completions> completions, int64_t what);
 
  private:
   void resume(std::coroutine_handle<> handle);
@@ -51,6 +54,9 @@ class Operation {
   Fiber fiber_;
   std::exception_ptr error_;  // written before finished_
   std::atomic<bool> finished_{false};
+  std::shared_ptr<Completions> completions_;  // written, with noted_, before is_awaited_
+  int64_t noted_ = 0;
+  std::atomic<bool> is_awaited_{false};  // `completions_` have to be notified; cleared by the thread that does
 };
 
 using OperationPtr = std::shared_ptr<Operation>;

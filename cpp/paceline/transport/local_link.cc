@@ -98,6 +98,7 @@ void LocalLink::receive() {
   flush_locked();
   receive_locked();
   if (has_ended) mark_lost();
+  if (!outgoing_.empty()) note_news();
 }
 
 void LocalLink::receive_locked() {
@@ -167,6 +168,10 @@ void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds, int send
     case LinkKind::segment_gone: segments_.erase(message.id); return;
     case LinkKind::group:
     case LinkKind::channel: deliver_(peer_, message, fds.empty() ? Fd() : std::move(fds[0])); return;
+    case LinkKind::neighbour:
+      if (fds.size() != 1) break;
+      deliver_(peer_, message, std::move(fds[0]));
+      return;
     case LinkKind::goodbye: left_.store(true, std::memory_order_release); return;
   }
   mark_lost();  // a message that no version of Paceline sends

@@ -30,7 +30,8 @@ struct Presence {
   int32_t pid;
 };
 
-enum class LinkKind : uint32_t { presence = 1, segment, segment_gone, group, channel, goodbye };
+// `neighbour`: a connected socket to another process of the host, from a process that both are linked to.
+enum class LinkKind : uint32_t { presence = 1, segment, segment_gone, group, channel, goodbye, neighbour };
 
 struct LinkMessage {
   uint32_t magic = 0;
@@ -42,7 +43,7 @@ struct LinkMessage {
 
 class LocalLink {
  public:
-  // Receives descriptors that the peer sent for a group (group and channel messages).
+  // Receives descriptors that the peer sent for a group, or of a socket (group, channel and neighbour messages).
   using Deliver = std::function<void(int peer, const LinkMessage&, Fd)>;
 
   // Gets the descriptor that becomes readable when the peer's process ends.
@@ -55,6 +56,11 @@ class LocalLink {
   void send(LinkMessage message, std::vector<int> fds = {});
   // Reads what has arrived. Never blocks.
   void receive();
+  // The same if its socket, or the peer's process, had an event since the last time, or something is left to send.
+  void receive_news() {
+    if (has_news_.exchange(false, std::memory_order_seq_cst)) receive();
+  }
+  void note_news() { has_news_.store(true, std::memory_order_seq_cst); }
   // True when everything sent has left this process.
   bool flushed();
 
@@ -98,7 +104,7 @@ class LocalLink {
   Segment presence_segment_;
   Presence* presence_ = nullptr;
   Fd doorbell_;
-  std::atomic<bool> present_{false}, lost_{false}, left_{false};
+  std::atomic<bool> present_{false}, lost_{false}, left_{false}, has_news_{true};
   std::atomic<int> pid_{-1};
   uint64_t last_beat_ = 0;             // driver only
   double beat_s_ = 0, sampled_s_ = 0;  // driver only

@@ -30,6 +30,7 @@ from paceline.errors import ConnectError, PeerLost, PeerTimeout, RendezvousError
 _STEP_S = 0.5
 _FIRST_STEP_S = 1e-3
 _LAST_TRY_S = 0.1  # for what a member should have sent before it left
+_MANY_NEIGHBOURS = 16  # from then on one process introduces all others to each other
 _CONNECT_STEPS = 10  # steps of one connect: checking the members must not abort a handshake
 
 # Raises if a group of these members will never be formed, because the membership has changed.
@@ -52,16 +53,41 @@ class Endpoint:
     _link_mus: dict[int, threading.Lock] = field(default_factory=dict)  # by rank
 
     def link_neighbours(self, members: Sequence[Member]) -> None:
-        """Link to all of these processes on this host. Blocks until all of them have answered."""
+        """Link to all of these processes on this host. Blocks until all of them have answered.
+
+        Each two of them shake hands. On a host with many, only the lowest rank does so with each of
+        the others: it then passes each two of them the ends of a socket.
+        """
         missing = [
             member
             for member in members
             if self._is_neighbour(member) and member.rank not in self._linked
         ]
-        for rank, link in self._link(missing, "local", self.timeout_s, _no_check, local=True):
+        hub = min([self.me, *missing], key=lambda member: member.rank)
+        is_introduced = len(missing) >= _MANY_NEIGHBOURS
+        callers = [hub] if is_introduced and hub is not self.me else missing
+        for rank, link in self._link(callers, "local", self.timeout_s, _no_check, local=True):
             self.engine.add_local_peer(rank, link.fd)
             self._linked.add(rank)
+        if is_introduced:
+            self._introduce(hub, [member.rank for member in missing])
         self.engine.await_local_peers(self.timeout_s)
+
+    def _introduce(self, hub: Member, ranks: Sequence[int]) -> None:
+        """Introduce these neighbours to each other as the hub, or wait until the hub has."""
+        self.engine.await_local_peers(self.timeout_s, ranks if hub is self.me else [hub.rank])
+        if hub is self.me:
+            self.engine.introduce_neighbours(self.timeout_s)
+            return
+        deadline_s = time.monotonic() + self.timeout_s
+        text = f"rank {self.rank} waits for rank {hub.rank} ({hub.where}), which connects this host"
+        notice = WaitNotice(text, "forming a group", [hub.rank])
+        while not self.engine.await_introductions(hub.rank, ranks, _STEP_S):
+            self._require_presence([hub])
+            if time.monotonic() >= deadline_s:
+                raise PeerTimeout(f"{text}: not in {self.timeout_s:g} s", rank=hub.rank)
+            notice.check()
+        self._linked.update(ranks)
 
     def link(self, member: Member, check_membership: MembershipCheck) -> None:
         """Link to a member of this host that joined later; without effect if it is linked."""
@@ -110,8 +136,12 @@ class Endpoint:
         members: Sequence[Member],
         timeout_s: float,
         check_membership: MembershipCheck,
+        lanes: Sequence[str] = LANES,
     ) -> _core.Group:
-        """Create the group in the engine and connect its members. Collective among the ranks."""
+        """Create the group in the engine and connect its members. Collective among the ranks.
+
+        `lanes`: of a group of two, which is connected at once, those that it is going to use.
+        """
         for member in members:
             self.link(member, check_membership)
         host_ids = list(dict.fromkeys(member.host_id for member in members))
@@ -122,8 +152,8 @@ class Endpoint:
         if self._is_lazy(members):
             self._open_lazily(group, group_id, generation, members, timeout_s, check_membership)
             return group
-        for lane, name in enumerate(LANES):
-            purpose = purpose_of(group_id, generation, name)
+        for name in lanes:
+            lane, purpose = LANES.index(name), purpose_of(group_id, generation, name)
             for rank, link in self._link(remote, purpose, timeout_s, check_membership, local=False):
                 group.add_channel(ranks.index(rank), lane, link.fd, for_core(link.keys))
         return group
@@ -154,7 +184,9 @@ class Endpoint:
             self._lazy = LazyChannels(self.me, self.engine, self.listener, self.liveness_s)
         self._lazy.add(group, LazyGroup((group_id, generation), members, timeout_s, check))
 
-    def has_called(self, member: Member, group_id: int, generation: int) -> bool:
+    def has_called(
+        self, member: Member, group_id: int, generation: int, lanes: Sequence[str]
+    ) -> bool:
         """Return whether a group with this member can be formed without waiting for it to connect:
         it has connected, or this process connects."""
         if self._is_neighbour(member):
@@ -162,7 +194,7 @@ class Endpoint:
         if self.rank < member.rank:
             return True
         assert self.listener is not None, "a world of one has no other members"
-        purposes = [purpose_of(group_id, generation, name) for name in LANES]
+        purposes = [purpose_of(group_id, generation, name) for name in lanes]
         return all(self.listener.has_arrived(member.rank, purpose) for purpose in purposes)
 
     def _form(

@@ -31,6 +31,7 @@ import msgspec
 
 from paceline import _core
 from paceline.comm.endpoint import Endpoint
+from paceline.comm.lazy_channels import LANES
 from paceline.control.member import Member, Membership
 from paceline.errors import GenerationChanged
 
@@ -207,11 +208,12 @@ class Fabric:
         membership: Membership,
         ranks: Sequence[int],
         timeout_s: float,
+        lanes: Sequence[str] = LANES,
     ) -> _core.Group:
         """Create the group in the engine and connect its members. Collective among the ranks."""
         members = [self.me if r == self.rank else membership.member(r) for r in ranks]
         return self.endpoint.create_group(
-            group_id, generation, members, timeout_s, self._require_newest
+            group_id, generation, members, timeout_s, self._require_newest, lanes
         )
 
     def _require_newest(self, members: Sequence[Member]) -> None:

@@ -36,6 +36,7 @@ from paceline.control.transport.sockets import connect_tcp
 from paceline.errors import ConnectError, GenerationChanged, PacelineError
 
 LANES = ("collective", "point-to-point")  # numbered as in the engine
+POINT_TO_POINT = LANES[1:]
 _GRACE_S = 0.05  # for a lower rank to connect by itself
 _STEP_S = 0.5
 _DIAL_S = 5.0  # checking the members must not abort a handshake

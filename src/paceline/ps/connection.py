@@ -25,6 +25,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.fabric import Fabric
+from paceline.comm.lazy_channels import POINT_TO_POINT
 from paceline.comm.tensors import Buffer
 from paceline.control.member import Membership
 from paceline.errors import BadFrame, PacelineError, PeerTimeout
@@ -123,6 +124,7 @@ def form_connection(
         membership,
         (server, worker),
         PATIENCE_S,
+        POINT_TO_POINT,
     )
     # The server receives from any of one: a worker that is stopped or busy for long is no error.
     return Connection(core, *((SERVER, SERVER) if fabric.rank == worker else (WORKER, ANY)))
@@ -133,6 +135,7 @@ class Connection:
 
     def __init__(self, core: _core.Group, to: int, source: int) -> None:
         self._core, self._to, self._source = core, to, source
+        self.on_receive: Callable[[_core.Work], object] | None = None  # called with each receive
         self._mu = threading.Lock()
         self._sent, self._posted = _Operations(), _Operations()  # guarded by: _mu
 
@@ -178,6 +181,8 @@ class Connection:
         work = self._core.start_receive(self._source, tag, address, count, dtype, background)
         with self._mu:
             self._posted.add(work, memory)
+        if self.on_receive is not None:
+            self.on_receive(work)
         return work
 
 
@@ -260,20 +265,20 @@ class WorkerConnection:
     decoded is MUTED: every later request is answered with the reason.
     """
 
-    def __init__(self, pair: Connection, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, pair: Connection, rank: int, number: int = 0) -> None:
+        self.rank, self.number = rank, number  # the number is this process's own
         self._pair = pair
         self._inbox = Inbox(pair)
         self._arrivals: deque[RequestArrival] = deque()
         self._last_seq = 0
         self._muted = ""  # why this worker is muted
 
-    def works(self) -> Iterator[_core.Work]:
-        """Yield what this connection waits for."""
-        if len(self._arrivals) < _AHEAD:
-            yield self._inbox.work
-        for arrival in self._arrivals:
-            yield from (work for work in arrival.receiving if not work.done())
+    @property
+    def has_more(self) -> bool:
+        """Whether something that has arrived was left for the next turn."""
+        if len(self._arrivals) < _AHEAD and self._inbox.work.done():
+            return True
+        return bool(self._arrivals) and all(w.done() for w in self._arrivals[0].receiving)
 
     def arrivals(self, find_landing: FindLanding) -> Iterator[RequestArrival]:
         """Yield what has arrived completely. `find_landing` returns where tensors are.

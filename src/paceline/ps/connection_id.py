@@ -7,6 +7,7 @@ that waited for it could not connect to the same worker for another partition me
 from __future__ import annotations
 
 from paceline.comm.fabric import Fabric, group_id_of
+from paceline.comm.lazy_channels import POINT_TO_POINT
 from paceline.control.member import Membership
 
 
@@ -21,4 +22,6 @@ def has_called(
     """Return whether the server's end can be formed without waiting for the worker."""
     group_id = connection_id(partition, worker, server)
     generation = membership.primary_since(partition)
-    return fabric.endpoint.has_called(membership.member(worker), group_id, generation)
+    return fabric.endpoint.has_called(
+        membership.member(worker), group_id, generation, POINT_TO_POINT
+    )

@@ -76,7 +76,7 @@ def names(chosen: Iterable[ProcessName]) -> str:
     for name in chosen:  # a process and its replacement have the same number
         groups.setdefault(name.noun, set()).add(name.number)
     words = [
-        f"{noun if len(numbers) == 1 else noun + 's'} {_span(sorted(numbers))}"
+        f"{noun if len(numbers) == 1 else noun + 's'} {span(sorted(numbers))}"
         for noun, numbers in groups.items()
     ]
     return " and ".join(words)
@@ -93,7 +93,7 @@ def counted(num_workers: int, num_servers: int, num_data_workers: int = 0) -> st
     return " and ".join(words) if len(words) < 3 else f"{words[0]}, {words[1]} and {words[2]}"
 
 
-def _span(numbers: Iterable[int]) -> str:
+def span(numbers: Iterable[int]) -> str:
     """Return [0, 1, 2, 5] as "0-2, 5"."""
     spans: list[list[int]] = []
     for number in numbers:

@@ -36,6 +36,7 @@ from paceline.control.transport.loop_thread import LoopThread
 from paceline.errors import Evicted, JobOver, PacelineError
 from paceline.observe.telemetry.events import Event
 from paceline.runtime.console import warn
+from paceline.runtime.process_names import span
 
 HEARTBEAT_S = 1.0
 LASTING_HEARTBEAT_S = 0.5  # leases are short in an elastic job
@@ -304,7 +305,7 @@ class Agent(ControlClient[m.CoordinatorMessage], StoreCalls, PoolCalls):
 
 
 def _names(ranks: Sequence[int], num_workers: int | None, num_servers: int | None) -> str:
-    """Return 'rank 1 and servers 0, 1'."""
+    """Return 'rank 1 and servers 0-1'."""
     end = max(ranks) + 1
     first = end if num_workers is None else num_workers
     second = end if num_servers is None else first + num_servers
@@ -314,7 +315,7 @@ def _names(ranks: Sequence[int], num_workers: int | None, num_servers: int | Non
         for noun, (start, stop) in nouns.items()
     }
     return " and ".join(
-        f"{noun}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+        f"{noun}{'s' if len(found) > 1 else ''} {span(found)}"
         for noun, found in numbers.items()
         if found
     )

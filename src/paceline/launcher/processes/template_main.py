@@ -33,9 +33,12 @@ from contextlib import suppress
 import msgspec
 
 from paceline.launcher.processes.run_script import Command, become, run, show
+from paceline.launcher.processes.script_end import end_after
+from paceline.runtime.launch_context import PACELINE
 
 _PR_SET_PDEATHSIG = 1
 MAX_REQUEST_BYTES = 1 << 20
+_MANY = 16  # workers of a host; from then on they end by `end_after`
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
@@ -88,11 +91,19 @@ def serve(control_fd: int) -> Callable[[], None]:
                     os._exit(0)  # the launcher has given up, and does not know this process
                 launcher = request.launcher if request.dies_with_launcher else None
                 become(request.command, request.environ, fds, signals, between, launcher)
-                return lambda: run(request.command, request.environ)
+                return _program(request.command, request.environ)
             answer = ForkReply(pid)
         for fd in fds:
             os.close(fd)
         control.send(msgspec.msgpack.encode(answer))
+
+
+def _program(command: Command, environ: dict[str, str]) -> Callable[[], None]:
+    """Return what a forked process runs: the command, and its end."""
+    shared = frozenset(sys.modules)
+    if int(environ.get(PACELINE.local_world_size) or 1) < _MANY:
+        return lambda: run(command, environ)
+    return lambda: end_after(lambda: run(command, environ), shared)
 
 
 def _why_not() -> str:

@@ -16,6 +16,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.fabric import Fabric, group_id_of
+from paceline.comm.lazy_channels import POINT_TO_POINT
 from paceline.control.member import Membership
 from paceline.errors import BadFrame, PacelineError, PeerError, PeerTimeout
 from paceline.ps.connection import PATIENCE_S, REQUEST, REQUEST_REST, Connection, Inbox, payload_tag
@@ -31,7 +32,7 @@ def form_peer_connection(fabric: Fabric, membership: Membership, peer: int) -> C
     fabric.link(membership.member(peer))
     pair = tuple(sorted((fabric.rank, peer)))
     name = group_id_of(f"servers {pair[0]} {pair[1]}")
-    core = fabric.create_group(name, 1, membership, pair, PATIENCE_S)
+    core = fabric.create_group(name, 1, membership, pair, PATIENCE_S, POINT_TO_POINT)
     # From this rank, not from any: so a server that stops without a goodbye is noticed.
     return Connection(core, pair.index(peer), pair.index(peer))
 

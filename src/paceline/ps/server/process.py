@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from paceline import _core
 from paceline.comm.fabric import Fabric
 from paceline.control.client.agent import Agent
 from paceline.control.client.local_agent import LocalAgent
@@ -33,13 +32,14 @@ from paceline.control.messages import Changed, Presence
 from paceline.errors import BadFrame, PacelineError
 from paceline.observe.telemetry.events import Note
 from paceline.observe.telemetry.trace import tracer
-from paceline.ps.connection import Connection, WorkerConnection, form_connection
+from paceline.ps.connection import Connection, form_connection
 from paceline.ps.connection_id import has_called
 from paceline.ps.replication import messages as p
 from paceline.ps.replication.chain import Role
 from paceline.ps.replication.connector import Connector
 from paceline.ps.replication.partition import Departed, Partition
 from paceline.ps.replication.peers import Peers, form_peer_connection
+from paceline.ps.server.arrivals import Arrivals
 from paceline.ps.server.server import Server
 from paceline.ps.server.telemetry import Reports
 from paceline.runtime.config import JobEnv
@@ -58,6 +58,7 @@ class ServerProcess:
         self.rank, self.number, self.on_loss = fabric.rank, env.number, env.on_loss
         self.is_elastic = env.is_elastic
         self.engine = fabric.engine
+        self.arrivals = Arrivals(fabric.engine)
         self.partitions: dict[int, Partition] = {}
         self._fabric, self._agent = fabric, agent
         # In an elastic job: the coordinator decides on the members.
@@ -91,21 +92,14 @@ class ServerProcess:
         self._adopt(self._membership, ())
         self._see()
         while not self._is_over():
-            self._wait(self._works())
+            self._wait()
             self._turn()
         self._send_reports()
         self._peers.close()
 
-    def _wait(self, works: list[_core.Work]) -> None:
-        if works:
-            _core.wait_any(works, self._tick_s())
-        else:  # there is no connection yet
-            time.sleep(self._tick_s())
-
-    def _works(self) -> list[_core.Work]:
-        works = [work for one in self.partitions.values() for work in one.server.works()]
-        works.extend(self._peers.works())
-        return works
+    def _wait(self) -> None:
+        is_due = any(server.is_due for server in self._servers())
+        self.arrivals.wait(list(self._peers.works()), 0.0 if is_due else self._tick_s())
 
     def _tick_s(self) -> float:
         if not self.is_elastic:
@@ -272,7 +266,7 @@ class ServerProcess:
                     )
                 else:
                     pair = form_connection(self._fabric, membership, index, rank, self.rank)
-                    partition.server.connections[rank] = WorkerConnection(pair, rank)
+                    partition.server.connect(pair, rank)
         if self.is_elastic:
             for rank in membership.servers:
                 if rank != self.rank:
@@ -331,7 +325,7 @@ class ServerProcess:
             _, index, since, rank = key
             is_current = self._membership.primary_since(index) == since
             if is_current and self._membership.holders[index][:1] == (self.rank,):
-                self.partitions[index].server.connections[rank] = WorkerConnection(pair, rank)
+                self.partitions[index].server.connect(pair, rank)
             else:
                 pair.close()
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,10 +32,11 @@ from paceline import _core
 from paceline.errors import BadFrame, PacelineError, PeerError, ProtocolError, UnknownKey
 from paceline.observe.telemetry.trace import tracer
 from paceline.ps import messages as m
-from paceline.ps.connection import Landing, RequestArrival, WorkerConnection
+from paceline.ps.connection import Connection, Landing, RequestArrival, WorkerConnection
 from paceline.ps.replication import messages as p
 from paceline.ps.replication.applied import REMEMBERED
 from paceline.ps.replication.replication import Replica
+from paceline.ps.server.arrivals import Arrivals, Due
 from paceline.ps.server.handlers import HANDLERS
 from paceline.ps.server.table_requests import STEP, ServedTable
 from paceline.ps.server.telemetry import Load, ServerSpans
@@ -61,6 +62,8 @@ class ServerContext(Protocol):
     @property
     def engine(self) -> _core.Engine: ...
     @property
+    def arrivals(self) -> Arrivals: ...
+    @property
     def is_elastic(self) -> bool: ...
     def is_here(self, rank: int) -> bool:
         """Return whether a process is on this host."""
@@ -85,6 +88,7 @@ class Server:
         self.index = index
         self.context = context
         self.connections: dict[int, WorkerConnection] = {}  # by the worker's rank
+        self._due: Due = {}  # connections that have something to handle, in order
         self.broken: list[tuple[WorkerConnection, PeerError]] = []  # connections that failed
         self.load = Load()
         self.callers: dict[int, Caller] = {}  # by rank
@@ -108,17 +112,26 @@ class Server:
         """Whether requests of workers are handled."""
         return self._replica.is_alone or self._replica.is_open
 
-    def works(self) -> Iterator[_core.Work]:
-        """Yield what this copy waits for from workers."""
-        if self.is_open:
-            for connection in self.connections.values():
-                yield from connection.works()
+    def connect(self, pair: Connection, rank: int) -> None:
+        """Handle what a worker sends on this connection from now on."""
+        self.connections[rank] = self.context.arrivals.watch(pair, rank, self._due)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something that has arrived from workers can be handled."""
+        return bool(self._due) and self.is_open
 
     def serve(self) -> None:
         """Handle what has arrived from workers."""
-        if self.is_open:
-            for connection in list(self.connections.values()):
+        if not self.is_due:
+            return
+        due = list(self._due)
+        self._due.clear()  # the same object: what arrives is noted there
+        for connection in due:
+            if self.connections.get(connection.rank) is connection:
                 self.serve_connection(connection)
+                if connection.has_more:
+                    self._due[connection] = None
 
     def serve_connection(self, connection: WorkerConnection) -> None:
         """Handle what has arrived from one worker."""
@@ -194,6 +207,7 @@ class Server:
         connection = self.connections.pop(rank, None)
         self._leaving.pop(rank, None)
         if connection is not None:
+            self.context.arrivals.forget(connection)
             connection.close()
 
     # -- requests -----------------------------------------------------------------------------
