@@ -224,7 +224,8 @@ def join_job(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         num_local = sum(member.host_id == env.host_id for member in membership.members)
         limits = (config.timeout_s, config.liveness_s, config.warn_s)
         require_emulated_host(env.emulated_links, env.host_id)
-        engine = _core.Engine(env.rank, num_local, *limits, env.emulated_links)
+        remote_s = config.remote_liveness_s(is_elastic=env.is_elastic)
+        engine = _core.Engine(env.rank, num_local, *limits, env.emulated_links, remote_s)
         watch.sources.append(engine.long_waits)
         presence = rendezvous.agent.presence
         endpoint = Endpoint(
