@@ -55,6 +55,7 @@ def _replaced(bench: Workbench, number: int, old: int) -> int:
 
 def _child(launcher: subprocess.Popen[str], program: str) -> int:
     """Find a child of the launcher by the module that it runs."""
+    wait_until(lambda: bool(_children(launcher, program)), within_s=END_S)  # it shows its command
     (found,) = _children(launcher, program)
     return found
 

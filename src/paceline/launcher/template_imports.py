@@ -60,18 +60,22 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def first_imports(spec: RunSpec) -> tuple[FirstImport, ...]:
-    """Return the imports with which the script begins, if they name more than torch and the like.
+    """Return the imports with which the script begins, if there is more than torch in them."""
+    path = _module_file(spec.target) if spec.is_module else Path(spec.target)
+    return leading_imports(path) if path is not None and path.suffix == ".py" else ()
+
+
+def leading_imports(path: Path) -> tuple[FirstImport, ...]:
+    """Return the imports with which a script begins.
 
     They end at the first other statement, which may decide what a later import does, and at the
-    first module of the script's own directory.
+    first module of the script's own directory. None if they name nothing but what every template
+    has imported.
     """
-    path = _module_file(spec.target) if spec.is_module else Path(spec.target)
-    if path is None or path.suffix != ".py":
-        return ()
     try:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, ValueError):
-        return ()  # the script's own process reports it
+        return ()
     found = list[FirstImport]()
     for statement in body[bool(body and _is_docstring(body[0])) :]:
         if isinstance(statement, ast.Import):
