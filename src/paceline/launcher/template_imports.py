@@ -62,15 +62,16 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 def first_imports(spec: RunSpec) -> tuple[FirstImport, ...]:
     """Return the imports with which the script begins, if there is more than torch in them."""
     path = _module_file(spec.target) if spec.is_module else Path(spec.target)
-    return leading_imports(path) if path is not None and path.suffix == ".py" else ()
+    if path is None or path.suffix != ".py":
+        return ()
+    return leading_imports(path, Path.cwd() if spec.is_module else path.parent)
 
 
-def leading_imports(path: Path) -> tuple[FirstImport, ...]:
-    """Return the imports with which a script begins.
+def leading_imports(path: Path, directory: Path) -> tuple[FirstImport, ...]:
+    """Return the imports with which a script begins that finds its own modules in a directory.
 
     They end at the first other statement, which may decide what a later import does, and at the
-    first module of the script's own directory. None if they name nothing but what every template
-    has imported.
+    first of its own modules. None if they name nothing but what every template has imported.
     """
     try:
         body = ast.parse(path.read_text()).body
@@ -85,7 +86,7 @@ def leading_imports(path: Path) -> tuple[FirstImport, ...]:
             imports = [FirstImport(statement.module, names)]
         else:
             break
-        if any(_is_own(one.module, path.parent) for one in imports):
+        if any(_is_own(one.module, directory) for one in imports):
             break
         found += imports
     known = _OWN | sys.stdlib_module_names

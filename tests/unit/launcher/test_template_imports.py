@@ -42,7 +42,7 @@ def test_imports_end_where_only_the_script_may_go_on(tmp_path: Path, rest: str) 
     (tmp_path / "pack").mkdir()
     script = tmp_path / "train.py"
     script.write_text(_IMPORTS + rest)
-    assert leading_imports(script) == _FOUND
+    assert leading_imports(script, tmp_path) == _FOUND
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_imports_end_where_only_the_script_may_go_on(tmp_path: Path, rest: str) 
 def test_a_script_without_other_imports_needs_no_second_template(tmp_path: Path, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert leading_imports(script) == ()
-    assert leading_imports(tmp_path / "missing.py") == ()
+    assert leading_imports(script, tmp_path) == ()
+    assert leading_imports(tmp_path / "missing.py", tmp_path) == ()
