@@ -100,12 +100,6 @@ class EngineConfig:
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{field.name} must be a finite number above 0 (got {value!r})")
 
-    def remote_liveness_s(self, *, is_elastic: bool) -> float:
-        """Return the limit for a silent peer on another host: in an elastic job the lease, after
-        which it is replaced, unless PACELINE_LIVENESS_S is set."""
-        is_default = self.liveness_s == EngineConfig.liveness_s
-        return self.lease_s if is_elastic and is_default else self.liveness_s
-
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
         """Return the limits in PACELINE_TIMEOUT_S and the like; others have their default."""
