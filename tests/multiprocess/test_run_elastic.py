@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,11 @@ def _child(launcher: subprocess.Popen[str], program: str) -> int:
 
 def _children(launcher: subprocess.Popen[str], program: str) -> list[int]:
     found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    words = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in found}
-    return [int(pid) for pid in found if program in words[pid]]
+    words = dict[str, list[str]]()
+    for pid in found:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            words[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return [int(pid) for pid, command in words.items() if program in command]
 
 
 def _end(bench: Workbench, launcher: subprocess.Popen[str]) -> str:
