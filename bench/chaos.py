@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace, pace: str, seed: int, mtbf: float | None,
         diary = Path(directory)
         command = [sys.executable, "-m", "paceline", "run", "-n", str(arguments.workers)]
         command += ["--min", "1", "--pace", pace]
-        if pace != "allreduce":
+        if not pace.startswith("allreduce"):
             command += ["-s", "2", "--replicas", "2"]
         command += [str(TRAIN), "--steps", str(arguments.steps), "--batch", str(arguments.batch)]
         command += ["--width", str(arguments.width), "--seed", str(seed), "--diary", directory]

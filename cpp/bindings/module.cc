@@ -147,9 +147,10 @@ int wait_any_work(nb::sequence works, std::optional<double> timeout_s) {
 struct PyEngine {
   std::shared_ptr<Engine> engine;
 
-  PyEngine(int rank, int num_local, double timeout_s, double liveness_s, double warn_s, std::string links)
-      : engine(
-            std::make_shared<Engine>(EngineConfig{rank, num_local, timeout_s, liveness_s, warn_s, std::move(links)})) {}
+  PyEngine(int rank, int num_local, double timeout_s, double liveness_s, double warn_s, std::string links,
+           double remote_s)
+      : engine(std::make_shared<Engine>(
+            EngineConfig{rank, num_local, timeout_s, liveness_s, warn_s, std::move(links), remote_s})) {}
 
   using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
 
@@ -431,8 +432,8 @@ NB_MODULE(_core, m) {
   m.def("wait_any", &wait_any_work, "works"_a, "timeout_s"_a = nb::none());
 
   nb::class_<PyEngine>(m, "Engine")
-      .def(nb::init<int, int, double, double, double, std::string>(), "rank"_a, "num_local"_a, "timeout_s"_a,
-           "liveness_s"_a, "warn_s"_a, "links"_a = "")
+      .def(nb::init<int, int, double, double, double, std::string, double>(), "rank"_a, "num_local"_a, "timeout_s"_a,
+           "liveness_s"_a, "warn_s"_a, "links"_a = "", "remote_s"_a = 0.0)
       .def(
           "add_local_peer", [](PyEngine& e, int rank, int fd) { e.engine->add_local_peer(rank, Fd(fd)); }, "rank"_a,
           "fd"_a, nb::call_guard<nb::gil_scoped_release>())

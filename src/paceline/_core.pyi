@@ -156,6 +156,7 @@ class Engine:
         liveness_s: float,
         warn_s: float,
         links: str = "",
+        remote_s: float = 0.0,  # liveness_s for peers on other hosts; 0: the same
     ) -> None: ...
     def add_local_peer(self, rank: int, fd: int) -> None: ...
     # Waits for the named ranks, or for all if none is named.

@@ -205,7 +205,7 @@ def test_a_worker_that_joined_by_hand_may_take_long_to_exit(bench: Workbench) ->
         with _joined(bench, "join", script) as joined:
             wait_until(lambda: _size(bench) == "2", within_s=80)
             (bench.path / "finish").touch()
-            said = read_until(launcher.stderr, f"pid {joined.pid}) to exit")
+            said = read_until(launcher.stderr, "waiting for worker 1 to exit")
             (bench.path / "exit").touch()
             output, errors = joined.communicate(timeout=END_S)
         assert joined.returncode == 0, errors

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from run_support import END_S, Workbench, is_alive, read_until, wait_until
 
 _TRAIN = """
     import os, pathlib, sys, time
+    import packaging.version
     import torch
     import paceline as pl
 
@@ -54,10 +56,18 @@ def _replaced(bench: Workbench, number: int, old: int) -> int:
 
 def _child(launcher: subprocess.Popen[str], program: str) -> int:
     """Find a child of the launcher by the module that it runs."""
-    for entry in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-        if program in Path(f"/proc/{entry}/cmdline").read_text().split("\0"):
-            return int(entry)
-    raise AssertionError(f"the launcher has no child that runs {program}")
+    wait_until(lambda: bool(_children(launcher, program)), within_s=END_S)  # it shows its command
+    (found,) = _children(launcher, program)
+    return found
+
+
+def _children(launcher: subprocess.Popen[str], program: str) -> list[int]:
+    found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    words = dict[str, list[str]]()
+    for pid in found:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            words[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return [int(pid) for pid, command in words.items() if program in command]
 
 
 def _end(bench: Workbench, launcher: subprocess.Popen[str]) -> str:
@@ -80,9 +90,12 @@ def test_a_killed_worker_is_replaced_and_a_killed_coordinator_comes_back(bench: 
         said = read_until(launcher.stderr, f"pid {second}) joined")
         os.kill(_child(launcher, "paceline.runtime.coordinator_main"), signal.SIGKILL)
         said += read_until(launcher.stderr, "and was started again")
+        coordinator = _child(launcher, "paceline.runtime.coordinator_main")
+        assert "libtorch" in Path(f"/proc/{coordinator}/maps").read_text()  # forked as workers are
         os.kill(second, signal.SIGKILL)  # nobody may be forgotten in the journal
         third = _replaced(bench, 1, second)
         said += read_until(launcher.stderr, f"pid {third}) joined")
+        assert len(_children(launcher, "paceline: template")) == 2  # one for replacements
         said += _end(bench, launcher)
     line = r"^\d\d:\d\d:\d\d worker 1 \(host \S+, pid {}\) "
     assert re.search(

@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 from run_support import is_alive, wait_until
 
+from paceline.launcher.processes.imports_ahead import FirstImport
 from paceline.launcher.processes.process import ProcessOutput, RankProcess
 from paceline.launcher.processes.run_script import Command
-from paceline.launcher.processes.spawner import Template, adopt_orphans
+from paceline.launcher.processes.spawner import adopt_orphans
+from paceline.launcher.processes.template import Template
 from paceline.runtime.process_names import ProcessName
 
 _LIGHT = ("numpy",)  # torch takes seconds, and changes nothing of what most tests here look at
@@ -67,7 +69,7 @@ class _Bench:
         self.said: list[str] = []
 
     def template(self, *modules: str) -> Template:
-        return Template(self.environ, modules or _LIGHT, self.said.append, 1000)
+        return Template.start(self.environ, modules or _LIGHT, self.said.append, 1000)
 
     def script(self, text: str, *arguments: str) -> Command:
         script = self.path / "script.py"
@@ -279,7 +281,7 @@ def test_what_forbids_a_fork_is_said(bench: _Bench, text: str, why: str) -> None
 
 
 def test_an_import_that_takes_long_is_named(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launcher.processes.spawner._SLOW_S", 0.05)
+    monkeypatch.setattr("paceline.launcher.processes.template._SLOW_S", 0.05)
     (bench.path / "slow.py").write_text("import time\ntime.sleep(0.5)\n")
     bench.environ["PYTHONPATH"] = str(bench.path)
 
@@ -291,6 +293,49 @@ def test_an_import_that_takes_long_is_named(bench: _Bench, monkeypatch: pytest.M
     asyncio.run(body())
     (line,) = bench.said
     assert "has imported slow, which takes more than 0.05 s" in line
+
+
+def test_a_second_template_has_what_a_script_imports_first(bench: _Bench) -> None:
+    """It stops at a module that is not installed, and scripts cannot tell it from the first."""
+    (bench.path / "mine.py").write_text("print('only the script imports this')\n")
+    bench.environ["PYTHONPATH"] = str(bench.path)
+    looks = "import sys\nprint(*(name in sys.modules for name in sys.argv[1:]))"
+    first = [FirstImport("packaging", ("version",)), FirstImport("mine"), FirstImport("xml.dom")]
+
+    async def body() -> None:
+        template = bench.template()
+        assert await template.is_ready()
+        second = await template.fork_template(first)
+        assert second is not None and await second.is_ready()
+        template.end()  # the second one does not need it
+        try:
+            command = bench.script(looks, "packaging.version", "mine", "xml.dom")
+            assert (await bench.run(second, command))[1] == "True False False\n"
+            command = bench.script(_ABOUT, "x")
+            out = (await bench.run(second, command, COLOUR="blue"))[1]
+            assert out == bench.fresh(command, COLOUR="blue").stdout
+        finally:
+            second.end()
+
+    asyncio.run(body())
+
+
+def test_a_second_template_whose_imports_open_a_file_is_not_forked_from(bench: _Bench) -> None:
+    (bench.path / "known").mkdir()
+    (bench.path / "known" / "__init__.py").touch()
+    (bench.path / "known" / "opener.py").write_text("file = open('/dev/null')\n")
+    bench.environ["PYTHONPATH"] = str(bench.path)
+
+    async def body() -> None:
+        template = bench.template("known")
+        assert await template.is_ready()
+        second = await template.fork_template([FirstImport("known.opener")])
+        assert second is not None and not await second.is_ready()
+        assert second.why_not == "a module has opened a file while it was imported"
+        second.end()
+        template.end()
+
+    asyncio.run(body())
 
 
 def test_without_a_template_there_is_no_process_but_an_answer(bench: _Bench) -> None:
@@ -312,11 +357,12 @@ import asyncio, os, sys, time
 from paceline.launcher.processes.run_script import Command
 from paceline.launcher.processes.process import ProcessOutput
 from paceline.runtime.process_names import ProcessName
-from paceline.launcher.processes.spawner import Template, adopt_orphans
+from paceline.launcher.processes.spawner import adopt_orphans
+from paceline.launcher.processes.template import Template
 
 async def main():
     adopt_orphans()
-    template = Template(os.environ, ("json",), print)
+    template = Template.start(os.environ, ("json",), print)
     assert await template.is_ready()
     for dies in (True, False):
         command = Command("script", sys.argv[1], ())

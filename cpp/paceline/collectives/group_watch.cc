@@ -8,7 +8,7 @@
 
 namespace paceline {
 namespace {
-constexpr double kHeartbeat_s = 1.0;
+constexpr double kHeartbeat_s = 0.25;
 constexpr size_t kNamed = 8;  // ranks that a message names
 }  // namespace
 
@@ -72,7 +72,7 @@ void Group::require_alive(int rank, const Operation& operation, Lane lane, doubl
                     (link && link->left() ? " has finished and left the job" : " ended or lost its connection") +
                     noticed + "Check the output of that rank; the group cannot continue without it.",
                 rank);
-  if (silent > limits.liveness_s)
+  if (silent > limits.limit_s(is_neighbour))
     throw Error(
         ErrorKind::peer_timeout,
         peer_name(rank) + (is_neighbour ? " has not run for " : " has not been heard for ") +
@@ -98,7 +98,7 @@ void Group::inspect(double now) {
 // A rank that computes for a minute has no operation pending, but its peers on other hosts still need its heartbeat.
 void Group::beat(double now) {
   // Several times within the limit: one late heartbeat must not look like a stopped process.
-  if (now - beat_s_ < std::min(kHeartbeat_s, engine_->config().liveness_s / 4)) return;
+  if (now - beat_s_ < std::min(kHeartbeat_s, engine_->config().limit_s(false) / 4)) return;
   beat_s_ = now;
   if (failure_) {  // only the notice of the failure may still have to be sent, also to members that connect now
     take_inbox();

@@ -50,6 +50,9 @@ struct EngineConfig {
   double liveness_s = 5;   // a peer without heartbeat for this long counts as stopped
   double warn_s = 2;       // a longer wait is logged, with the ranks it waits for
   std::string links;       // file of emulated links (emulation/links.h); "": none
+  double remote_s = 0;     // liveness_s for peers on other hosts; 0: the same
+
+  double limit_s(bool is_neighbour) const { return is_neighbour || remote_s <= 0 ? liveness_s : remote_s; }
 };
 
 // Payload that this process has sent, in bytes. Within a host it is counted once for each process that reads it.

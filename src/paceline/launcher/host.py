@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from paceline.errors import LaunchError
+from paceline.launcher.processes.forked_child import ForkedChild
 from paceline.launcher.processes.guard import Sessions
 from paceline.launcher.processes.guard_main import end_processes
 from paceline.launcher.processes.output import OutputReader, OutputSink
 from paceline.launcher.processes.process import ProcessOutput, RankProcess
+from paceline.launcher.processes.run_script import Command
 from paceline.launcher.processes.spawner import Spawner
 from paceline.launcher.processes.table import ProcessResult, ProcessTable
 from paceline.launcher.spec import RunSpec
-from paceline.launcher.template_imports import modules_to_import
+from paceline.launcher.template_imports import first_imports, modules_to_import
 from paceline.runtime.process_names import ProcessName
 
 # How long after its exit the pipes of a process may stay open (a helper of it may hold them).
@@ -91,7 +93,22 @@ class ProcessHost:
         command = self._spec.command(name)
         process = await self._spawner.start(name, command, environ, output)
         self.add(process)
+        if name.is_newcomer:
+            await self.prepare_newcomers()
         return process
+
+    async def prepare_newcomers(self) -> None:
+        """Begin to import what the script imports first, for newcomers. Logs if it cannot."""
+        try:
+            await self._spawner.prepare(first_imports(self._spec))
+        except LaunchError as error:
+            self._log(str(error))
+
+    async def fork_child(
+        self, command: Command, environ: Mapping[str, str], outputs: tuple[int, int], kept_fd: int
+    ) -> ForkedChild | None:
+        """Fork a process of the job that is no rank; None if there is no template."""
+        return await self._spawner.fork_child(command, environ, outputs, kept_fd)
 
     def add(self, process: RankProcess) -> None:
         """Add a process that runs on this host; a former supervisor may have started it."""

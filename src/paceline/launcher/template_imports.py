@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.launcher.processes.imports_ahead import FirstImport
 from paceline.launcher.spec import RunSpec
 
 _ALWAYS = ("numpy", "torch", "paceline.runtime.job")
@@ -56,6 +57,52 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "" if node.level else (node.module or "").partition(".")[0]
+
+
+def first_imports(spec: RunSpec) -> tuple[FirstImport, ...]:
+    """Return the imports with which the script begins, if there is more than torch in them."""
+    path = _module_file(spec.target) if spec.is_module else Path(spec.target)
+    if path is None or path.suffix != ".py":
+        return ()
+    return leading_imports(path, Path.cwd() if spec.is_module else path.parent)
+
+
+def leading_imports(path: Path, directory: Path) -> tuple[FirstImport, ...]:
+    """Return the imports with which a script begins that finds its own modules in a directory.
+
+    They end at the first other statement, which may decide what a later import does, and at the
+    first of its own modules. None if they name nothing but what every template has imported.
+    """
+    try:
+        body = ast.parse(path.read_text()).body
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    found = list[FirstImport]()
+    for statement in body[bool(body and _is_docstring(body[0])) :]:
+        if isinstance(statement, ast.Import):
+            imports = [FirstImport(alias.name) for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and not statement.level and statement.module:
+            names = tuple(alias.name for alias in statement.names)
+            imports = [FirstImport(statement.module, names)]
+        else:
+            break
+        if any(_is_own(one.module, directory) for one in imports):
+            break
+        found += imports
+    known = _OWN | sys.stdlib_module_names
+    is_more = any(one.module.partition(".")[0] not in known for one in found)
+    return tuple(found) if is_more else ()
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _is_own(module: str, directory: Path) -> bool:
+    """Return whether the script's process would import another module of this name."""
+    top = module.partition(".")[0]
+    is_here = (directory / f"{top}.py").exists() or (directory / top).is_dir()
+    return is_here or top == "horovod"  # it may be paceline.horovod
 
 
 def _module_file(name: str) -> Path | None:

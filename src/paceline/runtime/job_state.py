@@ -224,7 +224,8 @@ def join_job(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         num_local = sum(member.host_id == env.host_id for member in membership.members)
         limits = (config.timeout_s, config.liveness_s, config.warn_s)
         require_emulated_host(env.emulated_links, env.host_id)
-        engine = _core.Engine(env.rank, num_local, *limits, env.emulated_links)
+        remote_s = remote_liveness_s(config, is_elastic=env.is_elastic)
+        engine = _core.Engine(env.rank, num_local, *limits, env.emulated_links, remote_s)
         watch.sources.append(engine.long_waits)
         presence = rendezvous.agent.presence
         endpoint = Endpoint(
@@ -275,6 +276,13 @@ def _plan_trace(env: JobEnv, agent: AnyAgent) -> None:
             f"PACELINE_TRACE={steps}: no trace of a job that {env.source} started; use"
             f" `paceline run --trace {steps} ...`"
         )
+
+
+def remote_liveness_s(config: EngineConfig, *, is_elastic: bool) -> float:
+    """Return the limit for a silent peer on another host: in an elastic job the lease, after which
+    it is replaced, unless PACELINE_LIVENESS_S is set."""
+    is_default = config.liveness_s == EngineConfig.liveness_s
+    return config.lease_s if is_elastic and is_default else config.liveness_s
 
 
 def _watch_waits(env: JobEnv, agent: AnyAgent, config: EngineConfig) -> WaitWatch:

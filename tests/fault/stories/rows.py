@@ -107,6 +107,7 @@ ROWS = (
         "3 s: the job waits; forever: evicted and killed, so it cannot write when it wakes up",
         (
             _story(11, "processes"),
+            _story(11, "network"),
             "tests/fault/test_peers_come_and_go.py::test_a_stopped",
             "tests/multiprocess/test_run_elastic.py::test_a_stopped_worker",
         ),

@@ -84,7 +84,7 @@ def test_one_of_two_that_cannot_reach_each_other_has_to_go():
     story.roster.reported_unreachable(2, 3, "connection reset", story.now_s)
     story.roster.reported_unreachable(3, 2, "connection reset", story.now_s)
     story.roster.reported_unreachable(0, 3, "no route", story.now_s)
-    story.wait(0.75)
+    story.wait(0.25)
     assert story.now.generation == 1
     story.wait(0.5)
     assert [loss.rank for loss in story.changed.lost] == [3]
@@ -115,7 +115,7 @@ def test_a_worker_that_is_cut_off_takes_no_server_with_it():
 def test_a_server_that_nobody_reaches_has_to_go():
     story = Story(3, 3, replicas=2)
     story.roster.reported_unreachable(1, 4, "no route", story.now_s)
-    story.wait(0.5)
+    story.wait(0.25)
     story.roster.reported_unreachable(2, 4, "no route", story.now_s)
     story.wait(1)
     assert story.now.ranks == (0, 1, 2, 3, 5)
@@ -124,7 +124,7 @@ def test_a_server_that_nobody_reaches_has_to_go():
 def test_an_accusation_can_be_taken_back():
     story = Story(3)
     story.roster.reported_unreachable(0, 1, "slow", story.now_s)
-    story.wait(0.5)
+    story.wait(0.25)
     story.roster.reported_unreachable(0, 1, "", story.now_s)
     story.wait(5)
     assert story.now.generation == 1

@@ -19,6 +19,7 @@ from paceline.runtime.config import (
     runtime_dir,
     visible_devices,
 )
+from paceline.runtime.job_state import remote_liveness_s
 from paceline.runtime.machine import process_start
 
 PACELINE = {
@@ -228,6 +229,9 @@ def test_engine_settings_come_from_the_environment():
     config = EngineConfig.from_environ(environ)
     assert (config.timeout_s, config.liveness_s, config.warn_s) == (12.5, 128, 2.0)
     assert EngineConfig.from_environ({}) == EngineConfig()
+    elastic = [remote_liveness_s(one, is_elastic=True) for one in (config, EngineConfig())]
+    assert elastic == [128, EngineConfig().lease_s]  # a limit that the user has set stays
+    assert remote_liveness_s(EngineConfig(), is_elastic=False) == EngineConfig().liveness_s
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 4.0  # silent or stopped for this long: lost
     stall_s: float = 30.0  # silent for this long although its process runs: lost
     absent_s: float = 10.0  # not reconnected this long after a restart of the coordinator: lost
-    accused_s: float = 1.0  # a peer reports it as unreachable for this long: one of them is lost
+    accused_s: float = 0.5  # a peer reports it as unreachable for this long: one of them is lost
     reserve_s: float = 120.0  # a reservation expires if no process has used it for this long
 
     def __post_init__(self) -> None:

@@ -3,9 +3,11 @@
 Between changes the workers of a host share one copy of the parameters and of the optimizer state,
 and each updates its part of it (host_copy.py). For a change of the membership every worker goes
 back to a copy of its own, with everything: newcomers, lagging workers and checkpoints find what a
-replicated update has. The first step after a change runs on these own copies; then the workers
-share again. So does every other step that could not be repeated otherwise: if the script has
-changed parameters, loaded state or changed settings that decide which state there is.
+replicated update has. The first steps after a change run on these own copies, because sharing again
+costs as much as it saves in several steps, and a loss is soon followed by a replacement. Then the
+workers share again. On own copies runs any other step, too, that could not be repeated otherwise:
+if the script has changed parameters, loaded state or changed settings that decide which state there
+is.
 
 A step is a retryable step of its own, after the exchange of the gradients. It begins with an
 exchange of flags among all workers: no worker updates parameters with which another still computes,
@@ -48,6 +50,7 @@ from paceline.runtime.elastic.session import ElasticSession
 from paceline.state.protocol import Change, Part, State
 
 _CHUNK_ELEMENTS = 1 << 18  # with Adam 4 MB; smaller chunks call the optimizer more often
+_STEPS_AFTER_CHANGE = 8  # that run on own copies (ADR 91)
 _MOST_STEPS_APART = 1024  # how long a script that changes parameters in each step is not shared
 
 
@@ -222,6 +225,7 @@ class ElasticShardedUpdate(Update, Part):
         if self._step is not None and not self._is_done:
             self._run_here()
             self._is_done = True
+        self._apart = max(self._apart, _STEPS_AFTER_CHANGE - 1)
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         self.was_late = True

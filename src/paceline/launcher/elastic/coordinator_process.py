@@ -1,7 +1,8 @@
 """The coordinator of an elastic job: its process, and the launcher's requests to it.
 
 The coordinator is a child process that may die: the launcher starts it again in place, from its
-journal. The launcher creates the listening socket and keeps it, so the address outlives the
+journal. It is then forked from the job's template, if there is one: a fresh interpreter would take
+0.2 s of a core. The launcher creates the listening socket and keeps it, so the address outlives the
 coordinator: a member that connects meanwhile waits in the socket's queue for the next one. A
 coordinator that keeps ending is not started for ever.
 
@@ -29,14 +30,21 @@ from paceline.control.messages import LossKind, Wanted
 from paceline.control.operator_messages import Notification, Status
 from paceline.control.transport.sockets import join_address, listen_tcp
 from paceline.errors import LaunchError
+from paceline.launcher.host import ProcessHost
 from paceline.launcher.job_size import ElasticPlan
+from paceline.launcher.processes.forked_child import ForkedChild
 from paceline.launcher.processes.output import LineForwarder
 from paceline.launcher.processes.process import ExitStatus, die_with
+from paceline.launcher.processes.run_script import (
+    COORDINATOR,
+    COORDINATOR_MODULE,
+    KEPT_FD,
+    Command,
+)
 from paceline.launcher.spec import RunSpec
 from paceline.runtime.config import EngineConfig
 from paceline.runtime.mesh import Mesh
 
-_MODULE = "paceline.runtime.coordinator_main"
 # So many exits within this time are no accident.
 _MAX_EXITS, _WITHIN_S = 5, 10.0
 _START_S = 30.0  # for the coordinator's first answer, on a machine that is busy starting ranks
@@ -62,18 +70,22 @@ def policy_of(
 
 
 class CoordinatorProcess:
-    """One coordinator at a time, at one address. `log` prints a line."""
+    """One coordinator at a time, at one address. `log` prints a line; `host` has the template."""
 
     def __init__(
         self,
         job_id: str,
         on_notification: Callable[[Notification], None],
         log: Callable[[str], None],
+        host: ProcessHost,
     ) -> None:
         self._job_id, self._on_news, self._log = job_id, on_notification, log
+        self._host = host
         self.address = ""
         self._listener_fd = -1
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | ForkedChild | None = None
+        self._restart: asyncio.Task[None] | None = None
+        self._failure: LaunchError | None = None  # of the last restart
         self._stderr: LineForwarder | None = None
         self._exits: deque[float] = deque(maxlen=_MAX_EXITS)
         self._arguments: list[str] = []
@@ -84,7 +96,7 @@ class CoordinatorProcess:
 
     @property
     def pid(self) -> int | None:
-        return None if self._popen is None else self._popen.pid
+        return None if self._child is None else self._child.pid
 
     def start(self, host: str, port: int, arguments: list[str], environ: Mapping[str, str]) -> str:
         """Start it, and again with the same arguments whenever it ends; return its address."""
@@ -99,10 +111,11 @@ class CoordinatorProcess:
         return self.address
 
     def _start(self) -> None:
+        """Start it in a fresh interpreter."""
         launcher, fd = os.getpid(), self._listener_fd
         try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *self._arguments, str(fd)],
+            popen = subprocess.Popen(
+                [sys.executable, "-m", COORDINATOR_MODULE, *self._arguments, str(fd)],
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -117,36 +130,72 @@ class CoordinatorProcess:
                 f"the coordinator could not be started: {error}; check the limits with `paceline"
                 " doctor` (processes, open files, memory)"
             ) from error
-        assert self._popen.stderr is not None
-        self._stderr = LineForwarder(os.dup(self._popen.stderr.fileno()), self._log)
-        self._popen.stderr.close()
+        assert popen.stderr is not None
+        self._child = popen
+        self._stderr = LineForwarder(os.dup(popen.stderr.fileno()), self._log)
+        popen.stderr.close()
+
+    async def _start_again(self, status: ExitStatus) -> None:
+        """Fork it from the template; in a fresh interpreter if there is none."""
+        try:
+            if not await self._start_forked():
+                self._start()
+        except LaunchError as error:
+            self._failure = error
+        else:
+            self._log(f"the coordinator ended ({status}) and was started again in its place")
+
+    async def _start_forked(self) -> bool:
+        command = Command(COORDINATOR, COORDINATOR_MODULE, (*self._arguments, str(KEPT_FD)))
+        try:
+            read_fd, write_fd = os.pipe()
+        except OSError:
+            return False  # a fresh interpreter needs one, too, and reports it
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        child = None
+        try:
+            outputs = (nothing, write_fd)
+            child = await self._host.fork_child(command, self._environ, outputs, self._listener_fd)
+        finally:
+            os.close(write_fd)
+            os.close(nothing)
+            if child is None:
+                os.close(read_fd)
+        if child is None:
+            return False
+        self._child = child
+        self._stderr = LineForwarder(read_fd, self._log)
+        return True
 
     def check(self) -> None:
         """Start it again if it has ended; raises LaunchError if it keeps ending."""
-        if self._popen is None or self._popen.poll() is None:
+        if self._failure is not None:
+            raise self._failure
+        if self._child is None or (code := self._child.poll()) is None:
             return
-        code = self._popen.returncode
+        self._child = None
         status = ExitStatus(code) if code >= 0 else ExitStatus(None, -code)
         now_s = time.monotonic()
         if status.signal != signal.SIGKILL:  # a kill from outside is no fault of its own
             self._exits.append(now_s)
         if len(self._exits) == _MAX_EXITS and now_s - self._exits[0] < _WITHIN_S:
-            self._popen = None
             raise LaunchError(
                 f"the coordinator ended {_MAX_EXITS} times within {now_s - self._exits[0]:.1f} s,"
                 f" last with {status}; the job is ended"
             )
-        self._start()
-        self._log(f"the coordinator ended ({status}) and was started again in its place")
+        self._restart = asyncio.ensure_future(self._start_again(status))
 
     async def close(self) -> None:
         """Close the connection, and end the coordinator."""
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.wait({self._restart})
         if self._operator is not None:
             await asyncio.to_thread(self._operator.close)
-        if self._popen is not None:
-            self._popen.kill()
-            self._popen.wait()
-            self._popen = None
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child = None
         if self._stderr is not None:
             self._stderr.close()
         if self._listener_fd >= 0:

@@ -74,8 +74,8 @@ class ElasticJob(LocalJob):
         mesh = spec.mesh_in(environ)
         self.plan: ElasticPlan = spec.elastic
         self.unit_size = mesh.unit_size if mesh is not None else 1
-        self.control = CoordinatorProcess(self._job_id, self._on_news, self.log)
         self.hosts, self.processes, self.resources = self._hosts, self._processes, self._resources
+        self.control = CoordinatorProcess(self._job_id, self._on_news, self.log, self.hosts.here)
         self.hosts.here.other_children = lambda: {self.control.pid}
         self.newcomers = Newcomers(self._reserve, self._start_newcomer, self.unit_size)
         self.monitor = ProcessMonitor()
@@ -137,8 +137,7 @@ class ElasticJob(LocalJob):
             policy=policy_of(self._spec, self.plan, config, self._spec.mesh_in(self._environ)),
             join_timeout_s=SERVER_PATIENCE_S if has_servers else config.join_timeout_s,
         )
-        port = self._resources.coordinator_port
-        return self.control.start(host, port, arguments, self._environ)
+        return self.control.start(host, self.resources.coordinator_port, arguments, self._environ)
 
     async def _close_control(self) -> None:
         if self._polling is not None:
@@ -327,6 +326,8 @@ class ElasticJob(LocalJob):
     def _on_event(self, event: Event) -> None:
         super()._on_event(event)
         if isinstance(event, ProgressReport) and self.was_member(event.rank):
+            if not self.event_log.step:
+                self.start_task(self.hosts.here.prepare_newcomers())
             self.event_log.progressed(event.step, time.monotonic())
         elif isinstance(event, Resumed):
             self.show(self.event_log.resumed(event))

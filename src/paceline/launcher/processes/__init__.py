@@ -3,7 +3,10 @@
     process.py         a process, its output pipes, its exit status
     table.py           the processes of a job by rank, and how each ended
     spawner.py         starts processes: forked from the template, or as fresh interpreters
-    template_main.py   the template process; run_script.py: how a fork of it runs a script
+    template.py        a template, from which processes are forked; template_main.py: its process
+    imports_ahead.py   what a script imports first, in the template for replacements
+    run_script.py      how a fork of a template runs a script
+    forked_child.py    a forked process that is no rank: the coordinator, another template
     output.py          reads what a process prints
     monitor.py         what the kernel shows of a running process, and why it ended
     guard.py           ends what is left if the launcher is killed; guard_main.py: its process

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import fcntl
 import importlib
 import os
 import pkgutil
@@ -33,9 +34,13 @@ from paceline.runtime.config import adopt_environ, inherited_environ, requested_
 from paceline.runtime.launch_context import PACELINE
 from paceline.runtime.probe_spec import parse_probe
 
+TEMPLATE, COORDINATOR = "template", "coordinator"  # kinds of processes that are no rank
+COORDINATOR_MODULE = "paceline.runtime.coordinator_main"
+KEPT_FD = 3  # the descriptor that such a process gets from the launcher
+
 
 class Command(msgspec.Struct, frozen=True):
-    """What a process runs; `kind` is "script", "module" or "server"."""
+    """What a process runs; `kind` is "script", "module", "server", or a kind that is no rank."""
 
     kind: str
     target: str
@@ -47,6 +52,10 @@ class Command(msgspec.Struct, frozen=True):
         """The command line of a fresh interpreter that runs the same."""
         if self.kind == "server":
             return [sys.executable, "-m", "paceline.runtime.server_main"]
+        if self.kind == COORDINATOR:
+            return [sys.executable, "-m", COORDINATOR_MODULE, *self.arguments]
+        if self.kind == TEMPLATE:
+            return ["paceline: template"]
         head = ["-m", self.target] if self.kind == "module" else [self.target]
         installer = ["-m", "paceline.horovod"] if self.with_horovod else []
         return [sys.executable, *installer, *head, *self.arguments]
@@ -69,12 +78,16 @@ def become(
     for number, handler in signals.items():
         signal.signal(number, handler)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (outputs[0], 1), (outputs[1], 2)):
+    ends = [(nothing, 0), (outputs[0], 1), (outputs[1], 2)]
+    ends += [(kept, KEPT_FD) for kept in outputs[3:]]
+    # Copies first: the number that one of them gets may be the present number of another.
+    copies = [(fcntl.fcntl(fd, fcntl.F_DUPFD, len(ends)), target) for fd, target in ends]
+    for source, target in copies:
         os.dup2(source, target)
-    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    os.closerange(len(ends), max(map(int, os.listdir("/proc/self/fd"))) + 1)
     threads = inherited_environ().get("OMP_NUM_THREADS")
     adopt_environ(environ)
-    is_safe = command.kind == "server" or environ.get("PYTHONSAFEPATH")
+    is_safe = command.kind not in ("script", "module") or environ.get("PYTHONSAFEPATH")
     if not is_safe and _hides_module(_first_path(command)):
         os.execve(sys.executable, command.argv, environ)
     show(command.argv, environ)
@@ -156,6 +169,8 @@ def run(command: Command, environ: Mapping[str, str]) -> None:
     if command.kind == "server":
         sys.argv = [command.target]
         sys.exit(importlib.import_module("paceline.runtime.server_main").main())
+    if command.kind == COORDINATOR:
+        sys.exit(importlib.import_module(COORDINATOR_MODULE).main(command.arguments))
     sys.argv = [command.target, *command.arguments]
     if not environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, _first_path(command))

@@ -4,9 +4,9 @@ A fresh interpreter spends seconds on imports; a process that the template forks
 line of its script after some hundredths of a second. The template joins no job, computes nothing
 and starts no thread, so that a fork copies a process in a known state.
 
-    launcher -> template   the modules to import (msgpack), then a ForkRequest for each process,
-                           with three descriptors: stdout, stderr, and a pipe on which the process
-                           waits until the launcher knows its pid
+    launcher -> template   Imports, then a ForkRequest for each process, with its descriptors:
+                           stdout, stderr, a pipe on which the process waits until the launcher
+                           knows its pid, and perhaps one that it keeps as descriptor 3
     template -> launcher   ForkReply: a pid, or an error; the first reply, with pid 0, means ready
 
 The template forks twice and the process in between exits at once. So the new process becomes a
@@ -14,7 +14,8 @@ child of the launcher (a subreaper), which sees its exit status. run_script.py d
 script could tell such a process from a fresh interpreter.
 
 The launcher starts the template with `python -c` (see spawner.py). `serve` returns what the process
-has to run, so that the script is not called from inside the template's loop.
+has to run, so that the script is not called from inside the template's loop. A fork can be another
+template (run_script.TEMPLATE): it imports more, and serves its own socket.
 """
 
 from __future__ import annotations
@@ -27,18 +28,27 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
-from paceline.launcher.processes.run_script import Command, become, run, show
+from paceline.launcher.processes.imports_ahead import FirstImport, import_ahead, open_files
+from paceline.launcher.processes.run_script import KEPT_FD, TEMPLATE, Command, become, run, show
 from paceline.launcher.processes.script_end import end_after
 from paceline.runtime.launch_context import PACELINE
 
 _PR_SET_PDEATHSIG = 1
 MAX_REQUEST_BYTES = 1 << 20
 _MANY = 16  # workers of a host; from then on they end by `end_after`
+
+
+class Imports(msgspec.Struct, frozen=True):
+    """What a template imports: modules, and then what a script imports first."""
+
+    modules: list[str]
+    first: list[FirstImport] = []
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
@@ -66,20 +76,45 @@ def read_reply(data: bytes) -> ForkReply | None:
 def serve(control_fd: int) -> Callable[[], None]:
     """Import, then fork until the launcher closes its end; return what a forked process runs."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    control = socket.socket(fileno=control_fd)
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
-    for number in signals:
-        signal.signal(number, signal.SIG_IGN)  # the launcher handles them
-    show(["paceline: template"])
-    for name in msgspec.msgpack.decode(control.recv(MAX_REQUEST_BYTES), type=list[str]):
+    while True:
+        control = socket.socket(fileno=control_fd)
+        signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)  # the launcher handles them
+        show(["paceline: template"])
+        why_not = _import(msgspec.msgpack.decode(control.recv(MAX_REQUEST_BYTES), type=Imports))
+        control.send(msgspec.msgpack.encode(ForkReply(0, why_not)))
+        request = _serve_requests(control, signals)
+        if request is None:
+            return lambda: None
+        control.detach()  # `become` has closed it; its number may be that of another file now
+        if request.command.kind != TEMPLATE:
+            return _program(request.command, request.environ)
+        control_fd = KEPT_FD
+
+
+def _import(imports: Imports) -> str:
+    """Import everything; return why this process must not be forked, or ""."""
+    for name in imports.modules:
         importlib.import_module(name)
+    before = open_files()
+    import_ahead(imports.first)
     gc.collect()
     gc.freeze()  # the collector of a new process then leaves these objects' pages alone
-    control.send(msgspec.msgpack.encode(ForkReply(0, _why_not())))
+    if imports.first and open_files() - before:
+        return "a module has opened a file while it was imported"
+    return _why_not()
+
+
+def _serve_requests(
+    control: socket.socket, signals: Mapping[signal.Signals, Any]
+) -> ForkRequest | None:
+    """Fork for each request until the launcher closes its end. Returns in the fork, too: with its
+    request."""
     while True:
-        data, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
+        data, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 4)
         if not data:
-            return lambda: None
+            return None
         request = msgspec.msgpack.decode(data, type=ForkRequest)
         try:
             pid, between = _fork_twice()
@@ -91,7 +126,7 @@ def serve(control_fd: int) -> Callable[[], None]:
                     os._exit(0)  # the launcher has given up, and does not know this process
                 launcher = request.launcher if request.dies_with_launcher else None
                 become(request.command, request.environ, fds, signals, between, launcher)
-                return _program(request.command, request.environ)
+                return request
             answer = ForkReply(pid)
         for fd in fds:
             os.close(fd)
