@@ -41,11 +41,11 @@ def check_complete(parts: list[Placement], sizes: list[int], num_servers: int) -
 
 @patient
 @given(items, servers)
-def test_every_element_is_on_one_server_and_cuts_fall_on_cache_lines(items, num_servers):
+def test_every_element_is_on_one_server_and_cuts_fall_on_pages(items, num_servers):
     sizes, itemsizes = [size for size, _ in items], [itemsize for _, itemsize in items]
     parts = place(sizes, num_servers, itemsizes=itemsizes)
     check_complete(parts, sizes, num_servers)
-    assert all(part.start * itemsizes[part.item] % 64 == 0 for part in parts)
+    assert all(part.start * itemsizes[part.item] % 4096 == 0 for part in parts)
 
 
 @patient
@@ -54,10 +54,10 @@ def test_servers_differ_by_no_more_than_what_is_not_worth_a_cut(items, num_serve
     sizes, itemsizes = [size for size, _ in items], [itemsize for _, itemsize in items]
     parts = place(sizes, num_servers, itemsizes=itemsizes)
     loads = loads_of(parts, itemsizes, num_servers)
-    assert max(loads) - min(loads) <= 128 * KB + 64
+    assert max(loads) - min(loads) <= 128 * KB + 4096
     for part in parts:
         is_whole = part.stop - part.start == sizes[part.item]
-        assert is_whole or (part.stop - part.start) * itemsizes[part.item] >= 64 * KB - 64
+        assert is_whole or (part.stop - part.start) * itemsizes[part.item] >= 64 * KB - 4096
 
 
 @patient

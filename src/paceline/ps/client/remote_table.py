@@ -25,7 +25,9 @@ from paceline.ps.client.items import (
     shared_memory_of,
     spec_of,
 )
-from paceline.ps.client.link import ServerLink, no_tensors
+from paceline.ps.client.link import ServerLink
+from paceline.ps.client.mapping import MappedTable, can_map, sees_average, sees_params
+from paceline.ps.client.request import See, no_tensors, nothing
 from paceline.ps.client.transfer import (
     IncomingTensors,
     LandedWork,
@@ -94,6 +96,9 @@ class RemoteTable:
         }
         self.packets = Packets(self._staging, packing, rule.mean_codec)
         self._is_plain = packing is None and not rule.mean_codec and not self._staging.dtype
+        # Which is the same on all workers.
+        maps = can_map(items, list(itertools.chain(*self._shards)))
+        self.mapped = MappedTable(items) if maps else None
         self._dtypes = {item.grads.dtype: dtype_name(item.grads.dtype) for item in items}
         for shard in itertools.chain(*self._shards):
             first = sum(sizes[: shard.part.item]) + shard.part.start
@@ -134,7 +139,8 @@ class RemoteTable:
             buffers = tuple(buffer_of(self.items[shard.part.item], shard) for shard in shards)
             wants_average, wire = self.items[0].average is not None, self._staging.dtype
             shared = tuple(shared_memory_of(self.items, shards))
-            return m.Open(seq, spec, buffers, shared, wants_average, wire)
+            maps = self.mapped is not None
+            return m.Open(seq, spec, buffers, shared, wants_average, wire, maps)
 
         reply = link.ask(make).wait()
         self._numbers[index] = reply.table
@@ -204,7 +210,8 @@ class RemoteTable:
                 works += self._tell(grad, make)
                 continue
             incoming = self.packets.incoming_mean(shard, item.average)
-            works.append(LandedWork(self._ask(grad, make, incoming), incoming))
+            asked = self._ask(grad, make, incoming, sees_average(self.mapped, shard))
+            works.append(LandedWork(asked, incoming))
         return Together(works).work()
 
     def _push_plain(
@@ -229,7 +236,7 @@ class RemoteTable:
             return () if average is None else (average[part.start : part.stop],)
 
         if self.rule.aggregate:
-            return [link.ask(make, payload, into)]
+            return [link.ask(make, payload, into, sees_average(self.mapped, shard))]
         return list(link.tell(make, payload))
 
     def left_out(self, number: int) -> torch.Tensor | None:
@@ -363,12 +370,13 @@ class RemoteTable:
         works: list[Any] = []
         for index, number in self._numbers.items():
             # In the order in which the server sends them: the first layers' first.
-            shards = reversed(self._on[index])
+            shards = self._on[index][::-1]
             targets = [(s, s.of(self.items[s.part.item].params)) for s in shards]
             incoming = IncomingTensors(self._staging, "params", targets)
             work = self._links[index].ask(
                 lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
                 into=incoming,
+                see=sees_params(self.mapped, shards),
             )
             works.append(LandedWork(work, incoming))
             if self.rule.takes_turns:
@@ -376,12 +384,10 @@ class RemoteTable:
         return Together(works).work()
 
     def _ask(
-        self, outgoing: OutgoingTensor, make: MakeAbout, into: Into = no_tensors
+        self, sent: OutgoingTensor, make: MakeAbout, into: Into = no_tensors, see: See = nothing
     ) -> Work[m.Reply]:
-        link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
-        return link.ask(
-            lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload, into=into
-        )
+        link, table = sent.shard.link, self._numbers[sent.shard.link.index]
+        return link.ask(lambda seq: make(seq, table, sent.locate()), sent.payload, into, see)
 
     def _tell(self, outgoing: OutgoingTensor, make: MakeAbout) -> list[Work[None]]:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]

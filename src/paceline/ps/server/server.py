@@ -39,7 +39,7 @@ from paceline.ps.replication.replication import Replica
 from paceline.ps.server.handlers import HANDLERS
 from paceline.ps.server.table_requests import STEP, ServedTable
 from paceline.ps.server.telemetry import Load, ServerSpans
-from paceline.ps.server.worker_memory import Caller
+from paceline.ps.server.worker_memory import NOTHING, Caller, Delivery
 from paceline.ps.state_wire import landing
 
 
@@ -57,6 +57,8 @@ class ServerRequest:
 
 class ServerContext(Protocol):
     """What a copy needs from its process."""
+
+    rank: int
 
     @property
     def engine(self) -> _core.Engine: ...
@@ -173,17 +175,16 @@ class Server:
         except PeerError as lost:
             self.broken.append((connection, lost))
 
-    def deliver(
-        self, rank: int, seq: int, reply: m.Reply, deliveries: Sequence[torch.Tensor]
-    ) -> None:
+    def deliver(self, rank: int, seq: int, reply: m.Reply, delivery: Delivery) -> None:
         """Send an answer to a worker, if it is connected."""
         connection = self.connections.get(rank)
         if connection is None:
             return
-        if deliveries:
-            reply = msgspec.structs.replace(reply, delivers=True)
+        if delivery is not NOTHING:  # not part of the reply that all copies remember
+            delivers, places = bool(delivery.tensors), delivery.places
+            reply = msgspec.structs.replace(reply, delivers=delivers, places=places)
         try:
-            connection.reply(reply, deliveries)
+            connection.reply(reply, delivery.tensors)
         except PeerError as error:
             self.broken.append((connection, error))
         if self._leaving and self._leaving.get(rank) == seq:
@@ -258,26 +259,22 @@ class Server:
                 return
         self.answer(caller, request.seq, error=type(error).__name__, text=str(error))
 
-    def answer(
-        self, caller: Caller, seq: int, deliveries: Sequence[torch.Tensor] = (), **fields: Any
-    ) -> None:
-        """Answer a request; tensors follow if the worker is on another host."""
+    def answer(self, caller: Caller, seq: int, delivery: Delivery = NOTHING, **fields: Any) -> None:
+        """Answer a request, with what belongs to the reply."""
         if tracer.is_planned:
             self._spans.answered(caller, seq)
-        self.repeat(caller, m.Reply(seq, **fields), deliveries)
+        self.repeat(caller, m.Reply(seq, **fields), delivery)
 
-    def repeat(
-        self, caller: Caller, reply: m.Reply, deliveries: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def repeat(self, caller: Caller, reply: m.Reply, delivery: Delivery = NOTHING) -> None:
         """Send an answer, perhaps for the second time; it leaves when all copies have it."""
         if not self._replica.is_alone:
-            self._replica.answer(caller.rank, reply.seq, reply, deliveries)
+            self._replica.answer(caller.rank, reply.seq, reply, delivery)
             return
         answers = self._applied.clients[caller.rank].answers
         answers[reply.seq] = reply
         if len(answers) > REMEMBERED:
             answers.popitem(last=False)
-        self.deliver(caller.rank, reply.seq, reply, deliveries)
+        self.deliver(caller.rank, reply.seq, reply, delivery)
 
     def find_landing(self, caller: Caller, request: m.AnyRequest, *, is_sent: bool) -> Landing:
         """Return where the tensors of a request are, or are to be received if they are sent."""

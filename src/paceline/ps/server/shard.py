@@ -65,6 +65,17 @@ class Shard:
         self.params.copy_(self.checked(values))
         self.is_assigned = True
 
+    def move(self, params: torch.Tensor, average: torch.Tensor) -> None:
+        """Keep values and average in this memory from now on."""
+        assert self.average is not None and self.params.dtype is params.dtype, self.name
+        params.copy_(self.params)
+        average.copy_(self.average)
+        self.params = params
+        self.average.set_(average)  # type: ignore[call-overload]  # others hold this tensor
+        self._reduced = Buffer(self.average)
+        if self._optimizer is not None:
+            self._optimizer.move(params)
+
     def copy_to(self, out: torch.Tensor) -> None:
         """Bring the values into a flat tensor of any floating dtype."""
         self.checked(out)
