@@ -78,9 +78,14 @@ class Partition:
         self.replica.receive(sender, peer_wire.decode(message, tensors))
         self.server.set_delivering(self.replica.is_open)
 
+    def acknowledge(self) -> None:
+        """Acknowledge what was handled: other servers, and their workers, wait for it."""
+        self.replica.flush()
+
     def flush(self) -> None:
         """Acknowledge everything that was handled, and send more of a snapshot."""
         self.replica.flush()
+        self.server.settle()
         for served in self.server.tables:
             served.table.note_waits()
         snapshot, now_s = self._snapshot, time.monotonic()

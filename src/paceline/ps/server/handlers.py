@@ -101,6 +101,7 @@ def _add(server: Server, table: Table, is_shared: bool, maker: int) -> ServedTab
     keeps_origins = server.context.is_elastic
     served = ServedTable(len(server.tables), table, buffers, maker, server.answer, keeps_origins)
     server.tables.append(served)
+    server.let_defer(served)
     server.by_name[table.spec.name] = served
     return served
 

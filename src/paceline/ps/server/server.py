@@ -94,13 +94,14 @@ class Server:
         self.tables: list[ServedTable] = []  # by number
         self.by_name: dict[str, ServedTable] = {}
         self.delivers_values = True  # to workers: this copy is the primary
+        self.deferred: list[Callable[[], None]] = []  # updates that a backup has yet to compute
         self._replica, self._applied, self._share = replica, replica.applied, share
         self._leaving: dict[int, int] = {}  # by rank: the number of its Leave
         self._spans = ServerSpans()
 
     def clear(self) -> None:
         """Forget all tables and workers."""
-        for memory in (self.callers, self.gone, self.tables, self.by_name):
+        for memory in (self.callers, self.gone, self.tables, self.by_name, self.deferred):
             memory.clear()
 
     # -- connections --------------------------------------------------------------------------
@@ -295,8 +296,20 @@ class Server:
         """Bring values to workers from now on, or not."""
         if delivers_values != self.delivers_values:
             self.delivers_values = delivers_values
+            self.settle()
             for served in self.tables:
                 served.buffers.delivers_values = delivers_values
+                self.let_defer(served)
+
+    def let_defer(self, served: ServedTable) -> None:
+        """Let a table compute updates after they are acknowledged, if this copy is a backup."""
+        for shard in served.table.shards:
+            shard.defer_to = None if self.delivers_values else self.deferred
+
+    def settle(self) -> None:
+        """Compute the updates that were deferred."""
+        while self.deferred:
+            self.deferred.pop()()
 
     # -- workers ------------------------------------------------------------------------------
 
