@@ -91,7 +91,8 @@ def test_a_model_is_spread_within_a_tenth_of_the_mean():
 
 def test_equal_parts_are_in_the_order_of_the_servers():
     parts = place([1_000_000], 4, itemsizes=[4])
-    assert parts == [Placement(0, k * 250_000, (k + 1) * 250_000, k) for k in range(4)]
+    borders = [0, 250_880, 500_736, 750_592, 1_000_000]  # whole pages, of 1024 elements
+    assert parts == [Placement(0, borders[k], borders[k + 1], k) for k in range(4)]
 
 
 def test_small_items_stay_whole_and_go_where_least_is():

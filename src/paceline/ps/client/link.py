@@ -24,13 +24,81 @@ from paceline.control.member import Member
 from paceline.control.wait_notice import FIRST_S, WaitNotice
 from paceline.ps import messages as m
 from paceline.ps.client.failover import ControlAgent, Failover, PendingRequests, server_lost
-from paceline.ps.client.request import LinkRequest, Make, Payload, See, no_tensors, nothing
+from paceline.ps.client.payload import PayloadHandle
 from paceline.ps.connection import IncomingReply, Into, ServerConnection, read_reply
 from paceline.runtime.work import Work
 
 _LEAVE_S = 2.0
 _SLICE_S = 0.05  # how often a thread that waits looks for a failover
 _MANY = 512  # pending requests; servers remember the newest 1024 replies
+
+
+Make = Callable[[int], m.AnyRequest]
+Payload = Callable[[], Sequence[torch.Tensor]]
+See = Callable[[m.Reply], None]  # makes visible what a reply names; PeerError: it is gone
+
+
+def no_tensors(*_: object) -> Sequence[torch.Tensor]:
+    """Return the tensors that follow most requests and replies: none."""
+    return ()
+
+
+def nothing(_: m.Reply) -> None:
+    """Do nothing: most replies name nothing that has to be made visible."""
+
+
+class _Request:
+    """A request: what is needed to send it again, and the handle of its reply."""
+
+    def __init__(
+        self,
+        link: ServerLink,
+        make: Make,
+        payload: Payload,
+        into: Into = no_tensors,
+        see: See = nothing,
+        *,
+        has_reply: bool = True,
+    ) -> None:
+        self.make, self.payload, self.into, self.has_reply = make, payload, into, has_reply
+        self.see = see
+        self.seq = 0
+        self.kind: type[m.AnyRequest] | None = None
+        self.connection: ServerConnection | None = None  # that the reply is expected on
+        self.incoming: IncomingReply | None = None
+        self.reply: m.Reply | None = None
+        self._link = link
+        self._error: errors.PacelineError | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the reply has arrived, or its frame has."""
+        if self.reply is not None or self.incoming is None:
+            return self.reply is not None
+        return self.incoming.work.done() and self.incoming.work.error() is None
+
+    def done(self) -> bool:
+        if self._error is None and not self.has_arrived:
+            try:
+                self._link.check(self)
+            except errors.PacelineError as error:
+                self._error = error
+        return self._error is not None or self.has_arrived
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self.reply is None:
+            self._link.wait(self, timeout_s)
+
+    def error(self) -> Exception | None:
+        self.done()
+        return self._error
+
+    def read(self) -> m.Reply:
+        """Return the reply, once it was waited for; raise the error that it carries."""
+        assert self.reply is not None, "it was not waited for"
+        if self.reply.error:
+            raise errors.named(self.reply.error, self.reply.text)
+        return self.reply
 
 
 class ServerLink:
@@ -53,7 +121,7 @@ class ServerLink:
         self._fabric, self._engine = fabric, fabric.engine
         self._lock = threading.RLock()  # guards what follows
         self._seq = 0  # without failover
-        self._pending: PendingRequests[LinkRequest] = PendingRequests()  # with failover
+        self._pending: PendingRequests[_Request] = PendingRequests()  # with failover
         self._has_left = False
         self._failover: Failover | None = None
         self._fixed: ServerConnection | None = None
@@ -122,7 +190,7 @@ class ServerLink:
         `into(reply)` returns where tensors land that follow the reply; `see(reply)` makes visible
         what it names.
         """
-        request = LinkRequest(self, make, payload, into, see)
+        request = _Request(self, make, payload, into, see)
         with self._lock:
             self._number(request)
             self._send(request)
@@ -131,13 +199,13 @@ class ServerLink:
     def tell(self, make: Make, payload: Payload = no_tensors) -> list[Work[None]]:
         """Send a request without a reply; return the Works of its payload, which is read until they
         are done. With failover there are none: it is needed until a later one is answered."""
-        request = LinkRequest(self, make, payload, has_reply=False)
+        request = _Request(self, make, payload, has_reply=False)
         with self._lock:
             self._number(request)
             works = self._send(request)
         if self._failover is not None:
             return []
-        return [Work(_PayloadHandle(work, self._lost), lambda: None, work) for work in works]
+        return [Work(PayloadHandle(work, self._lost), lambda: None, work) for work in works]
 
     def leave(self) -> None:
         """Tell the server that nothing more will come, and close the connection."""
@@ -152,7 +220,7 @@ class ServerLink:
             elif self._fixed is not None:
                 self._fixed.close()
 
-    def _number(self, request: LinkRequest) -> None:
+    def _number(self, request: _Request) -> None:
         """Give a request its number, once the connection is the right one."""
         if self._failover is None:
             self._seq += 1
@@ -163,7 +231,7 @@ class ServerLink:
             self._renew()
             request.seq = self._pending.add(request, has_reply=request.has_reply).seq
 
-    def _send(self, request: LinkRequest) -> Sequence[_core.Work]:
+    def _send(self, request: _Request) -> Sequence[_core.Work]:
         """Send a request; if the connection is broken, it is sent again over the next one."""
         connection = self._connection
         if connection is None:
@@ -215,7 +283,7 @@ class ServerLink:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def check(self, request: LinkRequest) -> None:
+    def check(self, request: _Request) -> None:
         """Fail over if another server answers by now; raise if none ever will. Does not wait."""
         with self._lock:
             self._renew()
@@ -223,7 +291,7 @@ class ServerLink:
         if self._failover is None and isinstance(error, errors.PacelineError):
             raise self._lost(error) from error
 
-    def wait(self, request: LinkRequest, timeout_s: float | None) -> None:
+    def wait(self, request: _Request, timeout_s: float | None) -> None:
         """Wait for a reply, from whichever server gives it in the end."""
         for slice_s in self._slices(request, timeout_s):
             with self._lock:
@@ -257,7 +325,7 @@ class ServerLink:
         return error is None
 
     def _read(
-        self, request: LinkRequest, connection: ServerConnection, incoming: IncomingReply
+        self, request: _Request, connection: ServerConnection, incoming: IncomingReply
     ) -> bool:
         """Read a reply to its end; false: its connection broke meanwhile."""
         try:
@@ -276,7 +344,7 @@ class ServerLink:
                 self._pending.answered(request.seq)
         return True
 
-    def _slices(self, request: LinkRequest, timeout_s: float | None) -> Iterator[float]:
+    def _slices(self, request: _Request, timeout_s: float | None) -> Iterator[float]:
         """Yield how long to wait at a time; print notices and look for a failover in between."""
         slice_s = FIRST_S if self._failover is None else _SLICE_S
         started_s = time.monotonic()
@@ -305,7 +373,7 @@ class ServerLink:
             self._yield_main_thread()
             yield min(left_s, slice_s)
 
-    def _slow_text(self, request: LinkRequest) -> str:
+    def _slow_text(self, request: _Request) -> str:
         kind = "request" if request.kind is None else request.kind.__name__.lower()
         member = None if self._connection is None else self._connection.member
         server = "its server" if member is None else f"server {member.number}"
@@ -325,24 +393,3 @@ class ServerLink:
             self.on_wait()
         finally:
             ServerLink._is_yielding = False
-
-
-class _PayloadHandle:
-    """A tensor that follows a request, with errors in terms of servers."""
-
-    def __init__(
-        self, work: _core.Work, lost: Callable[[errors.PacelineError], errors.PacelineError]
-    ) -> None:
-        self._work, self._lost, self.done = work, lost, work.done
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        try:
-            self._work.wait(timeout_s)
-        except errors.PeerError as error:
-            if timeout_s is not None and not self._work.done():
-                raise  # only this wait has ended
-            raise self._lost(error) from error
-
-    def error(self) -> Exception | None:
-        error = self._work.error()
-        return self._lost(error) if isinstance(error, errors.PacelineError) else error

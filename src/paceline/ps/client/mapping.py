@@ -19,7 +19,6 @@ from paceline.comm.shared_memory import HostTensor
 from paceline.errors import PeerLost, UsageError
 from paceline.ps import messages as m
 from paceline.ps.client.items import Item, RemoteShard
-from paceline.ps.client.request import See, nothing
 
 _PAGE_BYTES = 4096
 _ANNOUNCED_S = 0.5  # until a server's new memory is known here, at the latest
@@ -60,16 +59,6 @@ class MappedTable:
             del self._shown[key]
         else:
             self._shown[key] = where
-
-
-def sees_average(mapped: MappedTable | None, shard: RemoteShard) -> See:
-    """Return what makes the average visible that a reply is about."""
-    return nothing if mapped is None else lambda reply: mapped.show_average(shard, reply)
-
-
-def sees_params(mapped: MappedTable | None, shards: Sequence[RemoteShard]) -> See:
-    """Return what makes the values visible that a reply is about."""
-    return nothing if mapped is None else lambda reply: mapped.show_params(shards, reply)
 
 
 def can_map(items: Sequence[Item], shards: Sequence[RemoteShard]) -> bool:

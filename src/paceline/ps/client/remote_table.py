@@ -2,8 +2,7 @@
 
 The table's flat tensors (ITEMS: the buckets of a model, or the array of a key) are cut into shards
 by placement.py; here a call about an item becomes requests about its shards. Tensors of an item lie
-in engine memory, so that servers of the same host read and write them in place. remote_array.py has
-the table of a key.
+in engine memory: servers of this host read and write them. remote_array.py has a key's table.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,9 +25,8 @@ from paceline.ps.client.items import (
     shared_memory_of,
     spec_of,
 )
-from paceline.ps.client.link import ServerLink
-from paceline.ps.client.mapping import MappedTable, can_map, sees_average, sees_params
-from paceline.ps.client.request import See, no_tensors, nothing
+from paceline.ps.client.link import See, ServerLink, no_tensors, nothing
+from paceline.ps.client.mapping import MappedTable, can_map
 from paceline.ps.client.transfer import (
     IncomingTensors,
     LandedWork,
@@ -96,9 +95,8 @@ class RemoteTable:
         }
         self.packets = Packets(self._staging, packing, rule.mean_codec)
         self._is_plain = packing is None and not rule.mean_codec and not self._staging.dtype
-        # Which is the same on all workers.
         maps = can_map(items, list(itertools.chain(*self._shards)))
-        self.mapped = MappedTable(items) if maps else None
+        self.mapped = MappedTable(items) if maps else None  # the same on all workers
         self._dtypes = {item.grads.dtype: dtype_name(item.grads.dtype) for item in items}
         for shard in itertools.chain(*self._shards):
             first = sum(sizes[: shard.part.item]) + shard.part.start
@@ -210,7 +208,7 @@ class RemoteTable:
                 works += self._tell(grad, make)
                 continue
             incoming = self.packets.incoming_mean(shard, item.average)
-            asked = self._ask(grad, make, incoming, sees_average(self.mapped, shard))
+            asked = self._ask(grad, make, incoming, self._sees_average(shard))
             works.append(LandedWork(asked, incoming))
         return Together(works).work()
 
@@ -236,7 +234,7 @@ class RemoteTable:
             return () if average is None else (average[part.start : part.stop],)
 
         if self.rule.aggregate:
-            return [link.ask(make, payload, into, sees_average(self.mapped, shard))]
+            return [link.ask(make, payload, into, self._sees_average(shard))]
         return list(link.tell(make, payload))
 
     def left_out(self, number: int) -> torch.Tensor | None:
@@ -300,7 +298,6 @@ class RemoteTable:
         return self._read(lambda seq, table, _: m.Pull(seq, table, in_turn))
 
     # -- watching -----------------------------------------------------------------------------
-
     is_over = False  # an array's is when its client's job is
 
     def stand_aside(self) -> None:
@@ -376,12 +373,18 @@ class RemoteTable:
             work = self._links[index].ask(
                 lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
                 into=incoming,
-                see=sees_params(self.mapped, shards),
+                see=self._sees_params(shards),
             )
             works.append(LandedWork(work, incoming))
             if self.rule.takes_turns:
                 works[-1].wait()
         return Together(works).work()
+
+    def _sees_average(self, shard: RemoteShard) -> See:
+        return partial(self.mapped.show_average, shard) if self.mapped is not None else nothing
+
+    def _sees_params(self, shards: Sequence[RemoteShard]) -> See:
+        return partial(self.mapped.show_params, shards) if self.mapped is not None else nothing
 
     def _ask(
         self, sent: OutgoingTensor, make: MakeAbout, into: Into = no_tensors, see: See = nothing
