@@ -13,10 +13,20 @@ import torch
 from paceline import _core
 from paceline.comm.shared_memory import allocate
 from paceline.ps import messages as m
-from paceline.ps.server.precision import FLOATING
+from paceline.ps.server.checks import check_table
+from paceline.ps.server.precision import FLOATING, kept_dtype
 from paceline.ps.spec import ShardSpec, TableSpec
 
 _PAGE_BYTES = 4096
+
+
+def can_expose(spec: TableSpec) -> bool:
+    """Return whether workers may see a table's memory: they take steps together, so nothing changes
+    there while they compute, and servers keep the values in the dtype of the workers."""
+    check_table(spec)
+    rule = spec.rule
+    dtypes = [FLOATING[shard.dtype] for shard in spec.shards]
+    return rule.is_lockstep and all(kept_dtype(d, rule.server_dtype) is d for d in dtypes)
 
 
 class ExposedMemory:

@@ -18,7 +18,7 @@ import torch
 from paceline.comm.shared_memory import allocate, zeros_in_large_pages
 from paceline.errors import PacelineError, ShapeMismatch, UnknownKey, UsageError
 from paceline.ps import messages as m
-from paceline.ps.server.exposed_memory import ExposedMemory
+from paceline.ps.server.exposed_memory import ExposedMemory, can_expose
 from paceline.ps.server.table import Table
 from paceline.ps.server.table_requests import ParkedRequest, ServedTable
 from paceline.ps.server.worker_memory import NOTHING, Caller, Delivery, WorkerBuffers, view
@@ -58,7 +58,9 @@ def host(server: Server, request: m.Open, maker: Caller) -> ServedTable:
         raise UsageError(f"{len(shared)} shared tensors for {len(request.spec.shards)} shards")
     _check_workers(server, request)
 
-    exposed = ExposedMemory(engine, server.context.rank, request.spec) if request.maps else None
+    exposed = None
+    if request.maps and can_expose(request.spec):
+        exposed = ExposedMemory(engine, server.context.rank, request.spec)
 
     def memory(shard: int, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         if shared and use in ("params", "average"):

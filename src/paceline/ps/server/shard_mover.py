@@ -18,7 +18,7 @@ import torch
 from paceline import _core
 from paceline.errors import SharedMemoryError
 from paceline.ps import messages as m
-from paceline.ps.server.exposed_memory import allocate_exposed, place_of
+from paceline.ps.server.exposed_memory import allocate_exposed, can_expose, place_of
 from paceline.ps.server.table_requests import ServedTable
 
 
@@ -69,4 +69,6 @@ class ShardMover:
 def has_to_move(served: ServedTable) -> bool:
     """Return whether workers would map this table's memory, but cannot."""
     buffers = served.buffers
-    return not buffers.exposed and any(opened.maps for opened in buffers.opened.values())
+    if buffers.exposed or not any(opened.maps for opened in buffers.opened.values()):
+        return False
+    return can_expose(served.table.spec)
