@@ -300,6 +300,24 @@ def assert_equal_values(one: Partition, other: Partition) -> None:
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_copy_is_filled_after_a_script_has_clipped(ends: bool, monkeypatch) -> None:
+    monkeypatch.setattr(snapshot, "_GAP_S", 1e-9)
+    net = Net(2)
+    net.adopt((100,))
+    script = Script(net, "ps")
+    script.open()
+    for number, _ in enumerate(script.requests(1), 1):
+        if number == 2 * len(SIZES):  # both have pushed everything
+            net.ask(0, lambda seq: m.Replace(seq, 0, 1, None), 0.5 * noise(0, 1))
+            if not ends:
+                break
+    net.adopt((100,), 101)
+    net.run()
+    assert net.houses[101].synced
+    assert_equal(net.primary, net.houses[101].partition)
+
+
 def test_a_backup_acknowledges_a_step_before_it_computes_it() -> None:
     net = Net(2)
     net.adopt((100, 101))
