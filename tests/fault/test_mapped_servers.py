@@ -15,7 +15,7 @@ from paceline.runtime.job import current
 from support import report
 from support.elastic import ElasticJob, elastic_job, pause_if_held
 
-STEPS = 300
+STEPS = 160
 
 
 def train_and_edit(_group: Group, until: int = STEPS) -> None:
