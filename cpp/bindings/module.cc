@@ -185,17 +185,33 @@ struct PyEngine {
   }
 
   std::shared_ptr<PrivateView> private_view(int rank, uint64_t segment, uint64_t offset, size_t bytes) {
-    if (rank != engine->config().rank)
-      return std::make_shared<PrivateView>(find(rank, {segment, offset}, bytes)->fd(), offset, bytes);
     std::shared_ptr<PrivateView> view;
-    engine->arena().for_each_segment([&](uint64_t id, size_t, int fd) {
-      if (id == segment) view = std::make_shared<PrivateView>(fd, offset, bytes);
-    });
-    if (!view) throw Error(ErrorKind::usage, "this process has no such engine memory");
+    with_file(rank, segment, offset, bytes, [&](int fd) { view = std::make_shared<PrivateView>(fd, offset, bytes); });
     return view;
   }
 
+  void show_in(PrivateView& view, size_t at, int rank, uint64_t segment, uint64_t offset, size_t bytes) {
+    with_file(rank, segment, offset, bytes, [&](int fd) { view.show(at, bytes, fd, offset); });
+  }
+
  private:
+  // Calls `use` with the file of a segment of this process or a neighbour.
+  template <typename Use>
+  void with_file(int rank, uint64_t segment, uint64_t offset, size_t bytes, Use use) {
+    if (rank != engine->config().rank) {
+      auto found = find(rank, {segment, offset}, bytes);
+      use(found->fd());
+      return;
+    }
+    bool is_found = false;
+    engine->arena().for_each_segment([&](uint64_t id, size_t size, int fd) {
+      if (id != segment || offset > size || bytes > size - offset) return;
+      is_found = true;
+      use(fd);
+    });
+    if (!is_found) throw Error(ErrorKind::usage, "this process has no such engine memory");
+  }
+
   std::shared_ptr<Segment> find(int rank, const Location& where, size_t bytes) {
     auto link = engine->link(rank);
     std::shared_ptr<Segment> segment;
@@ -463,6 +479,7 @@ NB_MODULE(_core, m) {
       .def("allocate", &PyEngine::allocate, "nbytes"_a, "apart"_a = false)
       .def("locate", &PyEngine::locate, "address"_a, "nbytes"_a)
       .def("private_view", &PyEngine::private_view, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
+      .def("show_in", &PyEngine::show_in, "view"_a, "at"_a, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
       .def("memory_of_peer", &PyEngine::memory_of_peer, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
       .def("bytes_sent",
            [](PyEngine& e) {

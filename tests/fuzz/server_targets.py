@@ -70,6 +70,7 @@ class Context:
 
     engine = _core.Engine(2, 1, 60.0, 60.0, 60.0)
     is_elastic = True
+    rank = 2
 
     def is_here(self, rank: int) -> bool:
         return rank == 0

@@ -9,9 +9,13 @@ import torch
 
 import paceline as pl
 from paceline import errors
-from paceline.comm.shared_memory import allocate_on_host
+from paceline.comm.group import Group
+from paceline.comm.object_collectives import all_gather_object
+from paceline.comm.shared_memory import allocate, allocate_on_host
 from paceline.runtime import job
 from support import outcomes_of, run_ranks
+
+FLOAT = torch.float32
 
 
 def one_tensor(group) -> None:
@@ -76,6 +80,44 @@ def scribbling_stays_private(group) -> None:
     group.barrier()
 
 
+def shows_memory_of_another(group) -> None:
+    """Each rank sees pages 1 and 2 of its tensor in a block of the next rank's memory."""
+    engine, page = job.current().fabric.engine, 1024
+    tensor = allocate_on_host(engine, Group(job.current().fabric, [group.rank]), (3500,), FLOAT)
+    tensor.shared.fill_(-1.0)
+    block = allocate(engine, (2 * page,), FLOAT, apart=True).fill_(float(group.rank))
+    places = all_gather_object(group, (group.rank, *engine.locate(block.data_ptr(), block.nbytes)))
+    after = (group.rank + 1) % group.size
+    tensor.private[page + 5] = 7.0
+    tensor.show(4 * page, 4 * 3 * page, tuple(places[after]))
+    expected = torch.full((3500,), -1.0)
+    expected[page : 3 * page] = after
+    assert torch.equal(tensor.private, expected), "what was written before is dropped"
+    assert not tensor.is_changed()
+    tensor.private[2 * page] = 8.0
+    assert tensor.is_changed(), "here too edits stay private, and are noticed"
+    tensor.discard()
+    group.barrier()
+    block.add_(100.0)
+    group.barrier()
+    assert tensor.private[2 * page] == after + 100.0, "the view follows its owner"
+    group.barrier()
+    del block
+    gc.collect()
+    pl.empty(2 * page).fill_(-2.0)
+    group.barrier()
+    assert tensor.private[page] == after + 100.0, "freed memory does not change"
+    with pytest.raises(errors.UsageError, match="whole pages"):
+        tensor.show(4, 4 * page, None)
+    with pytest.raises(errors.UsageError, match="no such engine memory"):
+        tensor.show(0, 4 * page, (99, 1, 0))
+    tensor.show(4 * page, 4 * 2 * page, None)
+    assert tensor.private[page] == -1.0 and tensor.private[2 * page] == after + 100.0
+    tensor.show(8 * page, 4 * 3500, None)
+    assert torch.equal(tensor.private, tensor.shared)
+    group.barrier()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_one_tensor_for_all(num_ranks):
     def body(group):
@@ -83,6 +125,8 @@ def test_one_tensor_for_all(num_ranks):
         scribbling_stays_private(group)
         outlives_its_owner(group)
         nothing_and_empty(group)
+        if group.size > 1:
+            shows_memory_of_another(group)
 
     run_ranks(num_ranks, body)
 

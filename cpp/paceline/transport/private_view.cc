@@ -47,6 +47,20 @@ bool PrivateView::changed() const {
   return false;
 }
 
+void PrivateView::show(size_t at, size_t bytes, int fd, size_t offset) {
+  size_t whole = (bytes + kPage - 1) / kPage * kPage;
+  bool is_end = at + bytes == bytes_;
+  if (at % kPage || offset % kPage || (whole != bytes && !is_end) || at > bytes_ || bytes > bytes_ - at)
+    throw Error(ErrorKind::usage, "a view of " + std::to_string(bytes_) + " bytes cannot show " +
+                                      std::to_string(bytes) + " bytes at " + std::to_string(at) +
+                                      ": expected whole pages inside of it");
+  if (!bytes) return;
+  // In place of the old mapping, in one step: another thread of this process sees the one or the other.
+  void* p = mmap(data_ + at, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, fd, off_t(offset));
+  if (p == MAP_FAILED)
+    throw Error(ErrorKind::shared_memory, std::string("cannot map a part of a view: ") + strerror(errno));
+}
+
 void PrivateView::discard() { madvise(data_, mapped_bytes_, MADV_DONTNEED); }
 
 }  // namespace paceline

@@ -20,6 +20,9 @@ class PrivateView {
   bool changed() const;
   // Drops what this process wrote: the view shows the segment again.
   void discard();
+  // Shows another segment from byte `at` on, instead of what the view shows there; what this process wrote there is
+  // dropped. All numbers are of whole pages, except that the last page may be the view's last one.
+  void show(size_t at, size_t bytes, int fd, size_t offset);
 
  private:
   std::byte* data_ = nullptr;

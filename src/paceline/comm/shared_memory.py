@@ -55,8 +55,16 @@ class HostTensor:
     """
 
     def __init__(
-        self, memory: Any, view: _core.PrivateView, shape: Sequence[int], dtype: torch.dtype
+        self,
+        engine: _core.Engine,
+        where: tuple[int, int, int],
+        memory: Any,
+        view: _core.PrivateView,
+        shape: Sequence[int],
+        dtype: torch.dtype,
     ):
+        """`where` the memory is: rank, segment, offset."""
+        self._engine, self._view, self._where = engine, view, where
         size = num_bytes(shape, dtype)
         flat, seen = torch.from_numpy(memory), torch.from_numpy(view.memory())
         self.shared: torch.Tensor = flat[:size].view(dtype).view(tuple(shape))
@@ -65,6 +73,17 @@ class HostTensor:
         # it wrote. The engine's own methods, because training calls the first in every step.
         self.is_changed: Callable[[], bool] = view.changed
         self.discard: Callable[[], None] = view.discard
+
+    def show(self, start: int, stop: int, where: tuple[int, int, int] | None) -> None:
+        """Let `private` show other memory from byte `start` to `stop`: rank, segment, offset; None:
+        `shared` again. What this worker has written there is dropped.
+
+        Raises UsageError if that process has no such memory, or was forgotten.
+        """
+        if where is None:
+            rank, segment, offset = self._where
+            where = (rank, segment, offset + start)
+        self._engine.show_in(self._view, start, *where, stop - start)
 
 
 def allocate_on_host(
@@ -97,4 +116,4 @@ def allocate_on_host(
         memory = engine.memory_of_peer(owner, segment, offset, size)
     view = engine.private_view(owner, segment, offset, size)
     host.barrier()  # no member drops the memory before all have mapped it
-    return HostTensor(memory, view, shape, dtype)
+    return HostTensor(engine, (owner, segment, offset), memory, view, shape, dtype)

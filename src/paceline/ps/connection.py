@@ -356,10 +356,10 @@ class IncomingReply:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more has to be received from the server."""
+        """Whether nothing more is needed from the server: no tensors, and no memory of it."""
         if not self.work.done() or self.work.error() is not None or rest_bytes(self.frame):
             return False
-        return not read_reply(self.frame, None).delivers
+        return not read_reply(self.frame, None).is_more
 
 
 class ServerConnection:

@@ -39,7 +39,7 @@ class WorkerBuffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that all workers of the server's host share: the shard itself lives in it."""
+    """Memory that all workers of the server's host share: the shard itself is in it."""
 
     params: Where
     average: Where
@@ -65,6 +65,7 @@ class Open(Request, frozen=True, rename={"buffers": "seats", "shared": "homes"})
     shared: tuple[SharedMemory, ...] = ()  # by shard; empty: the server uses memory of its own
     wants_average: bool = False
     wire: str = ""  # dtype of payloads between hosts; "" is the shard's own
+    maps: bool = False  # on its host this worker sees the server's memory, if the reply names it
 
 
 class Find(Request, frozen=True):
@@ -206,10 +207,17 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     codec: str = ""  # of an average: what follows is a packet that this codec reads
     speaker: int = -1  # of an average: the worker that sends how all workers have changed it
     delivers: bool = False  # tensors follow, because the worker is on another host
+    # In the server's memory: the average, or the values by shard. Empty: they were delivered.
+    places: tuple[Where, ...] = ()
     entries: tuple[EncodedStateEntry, ...] = ()
     spec: TableSpec | None = None
     reports: tuple[Any, ...] = ()
     keys: tuple[str, ...] = ()
+
+    @property
+    def is_more(self) -> bool:
+        """Whether the worker needs more of the server: tensors, or its memory."""
+        return self.delivers or bool(self.places)
 
 
 AnyRequest: TypeAlias = (

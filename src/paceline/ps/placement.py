@@ -24,7 +24,7 @@ ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
     *("ASGD", "Rprop"),
 )
-_LINE_BYTES = 64  # parts begin on cache lines: two servers never write to the same one
+_PAGE_BYTES = 4096  # parts begin on pages: a worker can map each from another server
 _WORTH_BYTES = 64 * 1024  # moving this takes about as long as a message costs besides
 
 
@@ -47,8 +47,8 @@ def place(
 ) -> list[Placement]:
     """Place items of `sizes` elements, of `itemsizes` bytes each, over the servers.
 
-    `cuts`: the only positions, per item, at which it may be cut; without them, anywhere on cache
-    lines. Returns the parts by item and start. An empty item is one empty part.
+    `cuts`: the only positions, per item, at which it may be cut; without them, anywhere on
+    pages. Returns the parts by item and start. An empty item is one empty part.
     """
     if num_servers < 1:
         raise UsageError(f"parameters cannot be placed on {num_servers} servers; start at least 1")
@@ -58,7 +58,7 @@ def place(
     for item in sorted(range(len(sizes)), key=lambda i: (-num_bytes[i], i)):
         num_parts = max(min(num_servers, num_bytes[item] // _WORTH_BYTES), 1)
         if cuts is None:
-            borders = _on_lines(sizes[item], num_parts, itemsizes[item])
+            borders = _on_pages(sizes[item], num_parts, itemsizes[item])
         else:
             borders = _at_cuts(sizes[item], num_parts, cuts[item])
         by_size = sorted(pairwise(borders), key=lambda ends: (ends[0] - ends[1], ends[0]))
@@ -69,11 +69,11 @@ def place(
     return sorted(parts, key=lambda part: (part.item, part.start))
 
 
-def _on_lines(size: int, num_parts: int, itemsize: int) -> list[int]:
-    """Return the borders of equal parts: 0, where lines begin, and the size."""
-    line = max(_LINE_BYTES // itemsize, 1)
-    lines = -(-size // line)
-    return [min(-(-lines * part // num_parts) * line, size) for part in range(num_parts + 1)]
+def _on_pages(size: int, num_parts: int, itemsize: int) -> list[int]:
+    """Return the borders of equal parts: 0, where pages begin, and the size."""
+    page = max(_PAGE_BYTES // itemsize, 1)
+    pages = -(-size // page)
+    return [min(-(-pages * part // num_parts) * page, size) for part in range(num_parts + 1)]
 
 
 def _at_cuts(size: int, num_parts: int, cuts: Sequence[int]) -> list[int]:

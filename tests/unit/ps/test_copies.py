@@ -298,3 +298,47 @@ def assert_equal_values(one: Partition, other: Partition) -> None:
         mine, theirs = (each.server.tables[0].table.shards[number].params for each in (one, other))
         assert mine.numel() == size
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_copy_is_filled_after_a_script_has_clipped(ends: bool, monkeypatch) -> None:
+    monkeypatch.setattr(snapshot, "_GAP_S", 1e-9)
+    net = Net(2)
+    net.adopt((100,))
+    script = Script(net, "ps")
+    script.open()
+    for number, _ in enumerate(script.requests(1), 1):
+        if number == 2 * len(SIZES):  # both have pushed everything
+            net.ask(0, lambda seq: m.Replace(seq, 0, 1, None), 0.5 * noise(0, 1))
+            if not ends:
+                break
+    net.adopt((100,), 101)
+    net.run()
+    assert net.houses[101].synced
+    assert_equal(net.primary, net.houses[101].partition)
+
+
+def test_a_backup_acknowledges_a_step_before_it_computes_it() -> None:
+    net = Net(2)
+    net.adopt((100, 101))
+    script = Script(net, "ps")
+    script.open()
+    first, backup = net.primary, net.houses[101]
+    for number, _ in enumerate(script.requests(5), 1):
+        if number < 5 * 2 * (len(SIZES) + 1):
+            net.run()
+    shards = backup.partition.server.tables[0].table.shards
+    before = [shard.params.clone() for shard in shards]
+    while net.connections[100, 101]:
+        backup.take(100)
+    backup.partition.acknowledge()
+    assert all(torch.equal(s.params, one) for s, one in zip(shards, before, strict=True))
+    assert len(backup.partition.server.deferred) == len(SIZES)
+    while net.connections[101, 100]:
+        net.houses[100].take(101)
+    assert not first.replica._deferred, "the workers have their replies"
+    expected = [shard.params.clone() for shard in first.server.tables[0].table.shards]
+    net.adopt((101,))  # the primary is lost
+    assert not backup.partition.server.deferred
+    for shard, one, old in zip(shards, expected, before, strict=True):
+        assert torch.equal(shard.params, one) and not torch.equal(one, old)

@@ -25,8 +25,13 @@ def settings(name: str) -> list[dict]:
     return [plain[name], {**plain[name], "lr": 0.05, "weight_decay": 0.1}]
 
 
+def cut(monkeypatch, block_bytes: int) -> None:
+    for name in ("_BLOCK_BYTES", "_SGD_BLOCK_BYTES"):
+        monkeypatch.setattr(blocks, name, block_bytes)
+
+
 def run(name: str, steps: int, block_bytes: int, monkeypatch, absent=(), state=None):
-    monkeypatch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+    cut(monkeypatch, block_bytes)
     torch.manual_seed(0)
     values = torch.randn(COUNT)
     groups = settings(name)
@@ -73,7 +78,7 @@ def test_a_failure_in_any_thread_is_the_callers(monkeypatch):
     blocks.use_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            monkeypatch.setattr(blocks, "_BLOCK_BYTES", 256)
+            cut(monkeypatch, 256)
             values, groups = torch.randn(COUNT), settings("SGD")
             optimizer = ShardOptimizer(OptimizerSpec("SGD", tuple(groups)), pieces(), values)
             optimizer.step(
@@ -97,7 +102,7 @@ def test_state_goes_from_any_grains_to_any_others(monkeypatch):
     [("Adafactor", [{"lr": 0.01}, {"lr": 0.01}]), ("Adam", [{"lr": 0.1, "fused": True}] * 2)],
 )
 def test_what_must_stay_whole_is_not_cut(name, groups, monkeypatch):
-    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 256)
+    cut(monkeypatch, 256)
     values, done = torch.randn(COUNT), []
     optimizer = ShardOptimizer(OptimizerSpec(name, tuple(groups)), pieces(), values)
     optimizer.step(torch.randn(COUNT), (), groups, 1.0, lambda *part: done.append(part))

@@ -41,11 +41,11 @@ def check_complete(parts: list[Placement], sizes: list[int], num_servers: int) -
 
 @patient
 @given(items, servers)
-def test_every_element_is_on_one_server_and_cuts_fall_on_cache_lines(items, num_servers):
+def test_every_element_is_on_one_server_and_cuts_fall_on_pages(items, num_servers):
     sizes, itemsizes = [size for size, _ in items], [itemsize for _, itemsize in items]
     parts = place(sizes, num_servers, itemsizes=itemsizes)
     check_complete(parts, sizes, num_servers)
-    assert all(part.start * itemsizes[part.item] % 64 == 0 for part in parts)
+    assert all(part.start * itemsizes[part.item] % 4096 == 0 for part in parts)
 
 
 @patient
@@ -54,10 +54,10 @@ def test_servers_differ_by_no_more_than_what_is_not_worth_a_cut(items, num_serve
     sizes, itemsizes = [size for size, _ in items], [itemsize for _, itemsize in items]
     parts = place(sizes, num_servers, itemsizes=itemsizes)
     loads = loads_of(parts, itemsizes, num_servers)
-    assert max(loads) - min(loads) <= 128 * KB + 64
+    assert max(loads) - min(loads) <= 128 * KB + 4096
     for part in parts:
         is_whole = part.stop - part.start == sizes[part.item]
-        assert is_whole or (part.stop - part.start) * itemsizes[part.item] >= 64 * KB - 64
+        assert is_whole or (part.stop - part.start) * itemsizes[part.item] >= 64 * KB - 4096
 
 
 @patient
@@ -91,7 +91,8 @@ def test_a_model_is_spread_within_a_tenth_of_the_mean():
 
 def test_equal_parts_are_in_the_order_of_the_servers():
     parts = place([1_000_000], 4, itemsizes=[4])
-    assert parts == [Placement(0, k * 250_000, (k + 1) * 250_000, k) for k in range(4)]
+    borders = [0, 250_880, 500_736, 750_592, 1_000_000]  # whole pages, of 1024 elements
+    assert parts == [Placement(0, borders[k], borders[k + 1], k) for k in range(4)]
 
 
 def test_small_items_stay_whole_and_go_where_least_is():

@@ -337,7 +337,10 @@ class ServedUpdate(Update):
 
 
 def _is_covered(slot: ParamSlot) -> bool:
-    """Return whether the script's view of a parameter is not what the servers last wrote."""
+    """Return whether the script's view of a parameter is not what the servers last wrote here.
+
+    If the worker maps the servers' memory they write nothing here: then all parameters count.
+    """
     return not torch.equal(slot.shown, slot.segment.view(slot.bucket.params))
 
 

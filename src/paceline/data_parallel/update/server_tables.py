@@ -3,8 +3,9 @@
 The first worker creates the tables with its values and its optimizer's state; then the others open
 them. Where all workers and servers share one host, and the pace is lockstep, the parameters exist
 once: in memory that all of them map, which the servers update and the workers compute with.
-Otherwise, and in elastic jobs, every worker has a copy of its own, which is refreshed after each
-step.
+Otherwise every worker has memory of its own. In elastic jobs it shows the memory of the servers of
+its host, as long as they serve (ps/client/mapping.py); values of other servers, and of free-running
+ones, are copied to it after each step.
 
 A worker that joins a running job creates the same tables, but opens them only when it is admitted
 (`resume`): then it reads the values, and continues at the clock of its worker number.
@@ -82,6 +83,13 @@ class Serving(Part):
         # Otherwise the script sees its own memory through a private view, for the same reason. With
         # push=delta and push=params the script's own optimizer writes to everything anyway.
         self.watches_edits = can_see_edits and self.rule.push == "grad" and not self.shares_memory
+        self.maps_memory = (
+            self.watches_edits
+            and job.elastic.is_on
+            and self.rule.aggregate
+            and not self.rule.backup
+            and _are_kept_as_they_are(optimizer, self.rule)
+        )
         # One server decides which workers are in a round; elastic servers hold many partitions.
         self._links = job.servers[:1] if self.rule.backup else job.servers
         self.packing = self._choose_packing(options)
@@ -282,11 +290,13 @@ class Serving(Part):
         outbox = bucket.grads
         if self.rule.push != "grad":
             outbox = allocate(self._job.fabric.engine, bucket.grads.shape, bucket.grads.dtype)
-        average = None
+        average, views = None, None
         if self.rule.aggregate:
             host = bucket.host_averaged
             average = bucket.averaged if host is None else host.shared
-        return Item(bucket.label, held, outbox, bucket.params, average)
+            if self.maps_memory and bucket.host is not None and host is not None:
+                views = (bucket.host, host)
+        return Item(bucket.label, held, outbox, bucket.params, average, views=views)
 
     def _held(self, slot: ParamSlot, groups: Mapping[int, int]) -> ItemParam:
         param = slot.param

@@ -194,6 +194,7 @@ class Failover:
         self._broken: Primary | None = None  # whose connection broke last
         self._broke_s = 0.0
         self._reported_s = 0.0
+        self._stayed: Membership | None = None  # in which the connection in use was the right one
         self._linked = 0  # the generation whose servers have been linked
 
     @property
@@ -213,6 +214,9 @@ class Failover:
     def renew(self, holds: Sequence[str]) -> bool:
         """Connect to the primary; true if the connection is new. ServerLost: there is no server."""
         rank, newest = self._fabric.rank, self.newest
+        is_known = newest is self._stayed and self.connection is not None
+        if is_known and self._agent.over is None and self._agent.ending is None:
+            return False  # as the last time; called several times in each request
         if rank not in newest.ranks and rank not in self._fabric.membership.ranks:
             raise errors.UsageError(
                 f"rank {rank}: a newcomer cannot ask servers before it has been let in; do so"
@@ -225,6 +229,7 @@ class Failover:
         if isinstance(action, GiveUp) or self._agent.over is not None:
             raise self.loss(holds)
         if not isinstance(action, Connect):
+            self._stayed = newest if isinstance(action, Stay) else None
             return False
         self._end_old(newest)
         try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.comm.shared_memory import HostTensor
 from paceline.compress.sign_bits import SIGNS_IN_WORD
 from paceline.ps import messages as m
 from paceline.ps.client.link import ServerLink
@@ -40,6 +41,8 @@ class Item:
     average: torch.Tensor | None = None  # where averages land; None: this worker wants none
     is_shared: bool = False  # both lie in memory that all workers and servers of the host share
     shared_memory: tuple[torch.Tensor, torch.Tensor] | None = None  # (params, average): its owner's
+    # What this worker sees of (params, average), if it maps the memory of servers of its host.
+    views: tuple[HostTensor, HostTensor] | None = None
     first_sign: int | None = 0  # votes: index in the model of the element of its first bit
 
 

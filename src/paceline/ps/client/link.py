@@ -24,6 +24,7 @@ from paceline.control.member import Member
 from paceline.control.wait_notice import FIRST_S, WaitNotice
 from paceline.ps import messages as m
 from paceline.ps.client.failover import ControlAgent, Failover, PendingRequests, server_lost
+from paceline.ps.client.payload import PayloadHandle
 from paceline.ps.connection import IncomingReply, Into, ServerConnection, read_reply
 from paceline.runtime.work import Work
 
@@ -31,13 +32,19 @@ _LEAVE_S = 2.0
 _SLICE_S = 0.05  # how often a thread that waits looks for a failover
 _MANY = 512  # pending requests; servers remember the newest 1024 replies
 
+
 Make = Callable[[int], m.AnyRequest]
 Payload = Callable[[], Sequence[torch.Tensor]]
+See = Callable[[m.Reply], None]  # makes visible what a reply names; PeerError: it is gone
 
 
 def no_tensors(*_: object) -> Sequence[torch.Tensor]:
     """Return the tensors that follow most requests and replies: none."""
     return ()
+
+
+def nothing(_: m.Reply) -> None:
+    """Do nothing: most replies name nothing that has to be made visible."""
 
 
 class _Request:
@@ -49,10 +56,12 @@ class _Request:
         make: Make,
         payload: Payload,
         into: Into = no_tensors,
+        see: See = nothing,
         *,
         has_reply: bool = True,
     ) -> None:
         self.make, self.payload, self.into, self.has_reply = make, payload, into, has_reply
+        self.see = see
         self.seq = 0
         self.kind: type[m.AnyRequest] | None = None
         self.connection: ServerConnection | None = None  # that the reply is expected on
@@ -169,14 +178,19 @@ class ServerLink:
     # -- sending ------------------------------------------------------------------------------
 
     def ask(
-        self, make: Make, payload: Payload = no_tensors, into: Into = no_tensors
+        self,
+        make: Make,
+        payload: Payload = no_tensors,
+        into: Into = no_tensors,
+        see: See = nothing,
     ) -> Work[m.Reply]:
         """Send a request and return the Work of its reply.
 
         `make(number)` returns the request, `payload()`, called next, the tensors that follow it;
-        `into(reply)` returns where tensors land that follow the reply.
+        `into(reply)` returns where tensors land that follow the reply; `see(reply)` makes visible
+        what it names.
         """
-        request = _Request(self, make, payload, into)
+        request = _Request(self, make, payload, into, see)
         with self._lock:
             self._number(request)
             self._send(request)
@@ -191,7 +205,7 @@ class ServerLink:
             works = self._send(request)
         if self._failover is not None:
             return []
-        return [Work(_PayloadHandle(work, self._lost), lambda: None, work) for work in works]
+        return [Work(PayloadHandle(work, self._lost), lambda: None, work) for work in works]
 
     def leave(self) -> None:
         """Tell the server that nothing more will come, and close the connection."""
@@ -316,6 +330,8 @@ class ServerLink:
         """Read a reply to its end; false: its connection broke meanwhile."""
         try:
             reply = connection.read(incoming, request.into)
+            if not reply.error:
+                request.see(reply)
         except errors.PeerError as error:
             with self._lock:
                 if request.incoming is incoming:
@@ -377,24 +393,3 @@ class ServerLink:
             self.on_wait()
         finally:
             ServerLink._is_yielding = False
-
-
-class _PayloadHandle:
-    """A tensor that follows a request, with errors in terms of servers."""
-
-    def __init__(
-        self, work: _core.Work, lost: Callable[[errors.PacelineError], errors.PacelineError]
-    ) -> None:
-        self._work, self._lost, self.done = work, lost, work.done
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        try:
-            self._work.wait(timeout_s)
-        except errors.PeerError as error:
-            if timeout_s is not None and not self._work.done():
-                raise  # only this wait has ended
-            raise self._lost(error) from error
-
-    def error(self) -> Exception | None:
-        error = self._work.error()
-        return self._lost(error) if isinstance(error, errors.PacelineError) else error

@@ -2,8 +2,7 @@
 
 The table's flat tensors (ITEMS: the buckets of a model, or the array of a key) are cut into shards
 by placement.py; here a call about an item becomes requests about its shards. Tensors of an item lie
-in engine memory, so that servers of the same host read and write them in place. remote_array.py has
-the table of a key.
+in engine memory: servers of this host read and write them. remote_array.py has a key's table.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +25,8 @@ from paceline.ps.client.items import (
     shared_memory_of,
     spec_of,
 )
-from paceline.ps.client.link import ServerLink, no_tensors
+from paceline.ps.client.link import See, ServerLink, no_tensors, nothing
+from paceline.ps.client.mapping import MappedTable, can_map
 from paceline.ps.client.transfer import (
     IncomingTensors,
     LandedWork,
@@ -94,6 +95,8 @@ class RemoteTable:
         }
         self.packets = Packets(self._staging, packing, rule.mean_codec)
         self._is_plain = packing is None and not rule.mean_codec and not self._staging.dtype
+        maps = can_map(items, list(itertools.chain(*self._shards)))
+        self.mapped = MappedTable(items) if maps else None  # the same on all workers
         self._dtypes = {item.grads.dtype: dtype_name(item.grads.dtype) for item in items}
         for shard in itertools.chain(*self._shards):
             first = sum(sizes[: shard.part.item]) + shard.part.start
@@ -134,7 +137,8 @@ class RemoteTable:
             buffers = tuple(buffer_of(self.items[shard.part.item], shard) for shard in shards)
             wants_average, wire = self.items[0].average is not None, self._staging.dtype
             shared = tuple(shared_memory_of(self.items, shards))
-            return m.Open(seq, spec, buffers, shared, wants_average, wire)
+            maps = self.mapped is not None
+            return m.Open(seq, spec, buffers, shared, wants_average, wire, maps)
 
         reply = link.ask(make).wait()
         self._numbers[index] = reply.table
@@ -204,7 +208,8 @@ class RemoteTable:
                 works += self._tell(grad, make)
                 continue
             incoming = self.packets.incoming_mean(shard, item.average)
-            works.append(LandedWork(self._ask(grad, make, incoming), incoming))
+            asked = self._ask(grad, make, incoming, self._sees_average(shard))
+            works.append(LandedWork(asked, incoming))
         return Together(works).work()
 
     def _push_plain(
@@ -229,7 +234,7 @@ class RemoteTable:
             return () if average is None else (average[part.start : part.stop],)
 
         if self.rule.aggregate:
-            return [link.ask(make, payload, into)]
+            return [link.ask(make, payload, into, self._sees_average(shard))]
         return list(link.tell(make, payload))
 
     def left_out(self, number: int) -> torch.Tensor | None:
@@ -293,7 +298,6 @@ class RemoteTable:
         return self._read(lambda seq, table, _: m.Pull(seq, table, in_turn))
 
     # -- watching -----------------------------------------------------------------------------
-
     is_over = False  # an array's is when its client's job is
 
     def stand_aside(self) -> None:
@@ -363,25 +367,30 @@ class RemoteTable:
         works: list[Any] = []
         for index, number in self._numbers.items():
             # In the order in which the server sends them: the first layers' first.
-            shards = reversed(self._on[index])
+            shards = self._on[index][::-1]
             targets = [(s, s.of(self.items[s.part.item].params)) for s in shards]
             incoming = IncomingTensors(self._staging, "params", targets)
             work = self._links[index].ask(
                 lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
                 into=incoming,
+                see=self._sees_params(shards),
             )
             works.append(LandedWork(work, incoming))
             if self.rule.takes_turns:
                 works[-1].wait()
         return Together(works).work()
 
+    def _sees_average(self, shard: RemoteShard) -> See:
+        return partial(self.mapped.show_average, shard) if self.mapped is not None else nothing
+
+    def _sees_params(self, shards: Sequence[RemoteShard]) -> See:
+        return partial(self.mapped.show_params, shards) if self.mapped is not None else nothing
+
     def _ask(
-        self, outgoing: OutgoingTensor, make: MakeAbout, into: Into = no_tensors
+        self, sent: OutgoingTensor, make: MakeAbout, into: Into = no_tensors, see: See = nothing
     ) -> Work[m.Reply]:
-        link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
-        return link.ask(
-            lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload, into=into
-        )
+        link, table = sent.shard.link, self._numbers[sent.shard.link.index]
+        return link.ask(lambda seq: make(seq, table, sent.locate()), sent.payload, into, see)
 
     def _tell(self, outgoing: OutgoingTensor, make: MakeAbout) -> list[Work[None]]:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]

@@ -25,6 +25,8 @@ from paceline.ps.replication.replication import Replica
 from paceline.ps.replication.snapshot import SnapshotSender, restore
 from paceline.ps.server.handlers import again
 from paceline.ps.server.server import Server, ServerContext, ServerRequest
+from paceline.ps.server.shard_mover import ShardMover, has_to_move
+from paceline.ps.server.worker_memory import NOTHING
 
 
 class Departed(NamedTuple):
@@ -66,6 +68,8 @@ class Partition:
         self.replica = Replica(context.rank, self)
         self.server = Server(index, context, self.replica, self.submit)
         self._snapshot: SnapshotSender | None = None
+        self._mover: ShardMover | None = None
+        self._num_looked_at = 0  # tables, whether they have to move
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -74,15 +78,37 @@ class Partition:
         self.replica.receive(sender, peer_wire.decode(message, tensors))
         self.server.set_delivering(self.replica.is_open)
 
+    def acknowledge(self) -> None:
+        """Acknowledge what was handled: other servers, and their workers, wait for it."""
+        self.replica.flush()
+
     def flush(self) -> None:
         """Acknowledge everything that was handled, and send more of a snapshot."""
         self.replica.flush()
+        self.server.settle()
         for served in self.server.tables:
             served.table.note_waits()
         snapshot, now_s = self._snapshot, time.monotonic()
         if snapshot is not None and snapshot.is_due(now_s, self._context.backlog(snapshot.peer)):
             snapshot.send_some(now_s)
             self._snapshot = None if snapshot.is_over else snapshot
+        self._move_shards()
+
+    def _move_shards(self) -> None:
+        """Move tables that were copied from another server to where workers can map them."""
+        if not self.server.is_open:  # a backup's memory is not looked at
+            self._num_looked_at = 0
+            if self._mover is not None:
+                self._mover.stop()
+                self._mover = None
+        elif self._mover is not None:
+            self._mover.advance()
+            self._mover = None if self._mover.is_over else self._mover
+        elif self._num_looked_at < len(self.server.tables):
+            served, context = self.server.tables[self._num_looked_at], self._context
+            self._num_looked_at += 1
+            if has_to_move(served):
+                self._mover = ShardMover(context.engine, context.rank, served, context.log)
 
     @property
     def is_sending_snapshot(self) -> bool:
@@ -189,7 +215,7 @@ class Partition:
             server.close(op.worker)
 
     def deliver(self, rank: int, seq: int, answer: Any, extra: Any) -> None:
-        self.server.deliver(rank, seq, answer, extra or ())
+        self.server.deliver(rank, seq, answer, extra or NOTHING)
 
     def send(self, peer: int, message: r.Message) -> None:
         worker = message.entry.rank if isinstance(message, r.Forward) else peer

@@ -18,9 +18,10 @@ import torch
 from paceline.comm.shared_memory import allocate, zeros_in_large_pages
 from paceline.errors import PacelineError, ShapeMismatch, UnknownKey, UsageError
 from paceline.ps import messages as m
+from paceline.ps.server.exposed_memory import ExposedMemory, can_expose
 from paceline.ps.server.table import Table
 from paceline.ps.server.table_requests import ParkedRequest, ServedTable
-from paceline.ps.server.worker_memory import Caller, WorkerBuffers, view
+from paceline.ps.server.worker_memory import NOTHING, Caller, Delivery, WorkerBuffers, view
 from paceline.ps.spec import TableSpec
 from paceline.ps.state_wire import read_state, write_state
 
@@ -57,9 +58,15 @@ def host(server: Server, request: m.Open, maker: Caller) -> ServedTable:
         raise UsageError(f"{len(shared)} shared tensors for {len(request.spec.shards)} shards")
     _check_workers(server, request)
 
+    exposed = None
+    if request.maps and can_expose(request.spec):
+        exposed = ExposedMemory(engine, server.context.rank, request.spec)
+
     def memory(shard: int, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         if shared and use in ("params", "average"):
             return view(engine, maker.rank, getattr(shared[shard], use), count, dtype)
+        if exposed is not None:
+            return exposed.allocate(shard, use, dtype)
         return allocate(engine, (count,), dtype)
 
     table = Table(request.spec, memory, time.monotonic, server=server.index)
@@ -67,7 +74,10 @@ def host(server: Server, request: m.Open, maker: Caller) -> ServedTable:
     for worker in request.spec.workers:
         if worker not in here:  # it has left already: no worker waits for it
             table.leave(worker)
-    return _add(server, table, bool(shared), maker.worker)
+    served = _add(server, table, bool(shared), maker.worker)
+    if exposed is not None:
+        served.buffers.exposed = exposed.places
+    return served
 
 
 def host_copy(server: Server, spec: TableSpec, maker: int, *, is_named: bool) -> ServedTable:
@@ -93,6 +103,7 @@ def _add(server: Server, table: Table, is_shared: bool, maker: int) -> ServedTab
     keeps_origins = server.context.is_elastic
     served = ServedTable(len(server.tables), table, buffers, maker, server.answer, keeps_origins)
     server.tables.append(served)
+    server.let_defer(served)
     server.by_name[table.spec.name] = served
     return served
 
@@ -163,8 +174,8 @@ def on_assign(
 
 def on_peek(server: Server, caller: Caller, request: m.Peek, _: Sequence[torch.Tensor]) -> None:
     served = server.find(request.table)
-    following = served.buffers.look(caller, request.into)
-    server.answer(caller, request.seq, following, version=served.table.version)
+    delivery = served.buffers.look(caller, request.into)
+    server.answer(caller, request.seq, delivery, version=served.table.version)
 
 
 def on_stand_aside(
@@ -204,7 +215,7 @@ def on_fetch_state(
 ) -> None:
     served = server.find(request.table)
     entries, tensors = read_state(served.table, request.shard)
-    server.answer(caller, request.seq, tensors, entries=entries)
+    server.answer(caller, request.seq, Delivery(tensors), entries=entries)
 
 
 def on_load_state(
@@ -235,19 +246,19 @@ def again(server: Server, caller: Caller, request: m.AnyRequest, reply: m.Reply)
 
 
 def _again(server: Server, caller: Caller, request: m.AnyRequest, reply: m.Reply) -> None:
-    following: Sequence[torch.Tensor] = ()
+    delivery = NOTHING
     if not reply.error and isinstance(request, m.Peek | m.FetchState):
         HANDLERS[type(request)](server, caller, request, ())
         return
     if not reply.error and isinstance(request, m.Push):
         buffers = server.find(request.table).buffers
-        following, codec = buffers.average_for(caller, request.shard)
+        delivery, codec = buffers.average_for(caller, request.shard)
         reply = msgspec.structs.replace(reply, codec=codec)
     elif not reply.error and (
         isinstance(request, m.Pull) or (isinstance(request, m.Commit) and request.reads)
     ):
-        following = server.find(request.table).buffers.values_for(caller, request.into)
-    server.repeat(caller, reply, following)
+        delivery = server.find(request.table).buffers.values_for(caller, request.into)
+    server.repeat(caller, reply, delivery)
 
 
 HANDLERS: Mapping[type, Callable[[Any, Caller, Any, Sequence[torch.Tensor]], None]] = {

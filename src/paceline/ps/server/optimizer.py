@@ -34,7 +34,9 @@ _REFUSED = {
     "LBFGS": "it evaluates the loss several times in a step, which only the worker can do",
     "SparseAdam": "servers take dense gradients",
 }
-_BLOCK_BYTES = 4 << 20  # of values; smaller ones spend more on calls than they save
+# Bytes of values in a block; smaller ones spend more on calls than they save. SGD makes few passes.
+# All copies of a shard have the same blocks, so nothing else may decide.
+_BLOCK_BYTES, _SGD_BLOCK_BYTES = 1 << 20, 4 << 20
 
 OnDone = Callable[[int, int], None]  # elements from, to
 
@@ -85,6 +87,11 @@ class PieceOptimizer:
         finally:
             for param in self._params:
                 param.grad = None  # the memory is the worker's
+
+    def move(self, values: torch.Tensor) -> None:
+        """Update these values from now on, which are the same."""
+        for param, piece in zip(self._params, self._pieces, strict=True):
+            param.data = part(values, piece)
 
     def state(self) -> list[StateEntry]:
         """Return what the optimizer remembers, by piece."""
@@ -262,6 +269,11 @@ class ShardOptimizer:
         for other in others:
             other.result()
 
+    def move(self, values: torch.Tensor) -> None:
+        """Update these values from now on, which are the same."""
+        for block in self._blocks:
+            block.optimizer.move(values[block.start : block.stop])
+
     def state(self) -> list[StateEntry]:
         """Return what the optimizer remembers, by piece of the shard."""
         found: dict[tuple[int, str], list[Any]] = defaultdict(list)
@@ -337,7 +349,8 @@ class ShardOptimizer:
 
 
 def _cut(spec: OptimizerSpec, values: torch.Tensor) -> Iterator[tuple[int, int]]:
-    count, most = values.numel(), _BLOCK_BYTES // values.element_size()
+    size = _SGD_BLOCK_BYTES if spec.name == "SGD" else _BLOCK_BYTES
+    count, most = values.numel(), size // values.element_size()
     is_fused = any(group.get("fused") for group in spec.groups)
     if spec.name not in ELEMENTWISE or is_fused or count <= most:
         most = max(count, 1)

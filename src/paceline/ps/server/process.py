@@ -111,6 +111,8 @@ class ServerProcess:
         for peer, message, tensors in self._peers.receive(self._is_due, self._find_landing):
             self._receive(peer, message, tensors)
         for partition in self.partitions.values():
+            partition.acknowledge()
+        for partition in self.partitions.values():
             partition.server.serve()
             if partition.server.broken:
                 partition.drop_broken()

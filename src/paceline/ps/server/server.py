@@ -40,7 +40,7 @@ from paceline.ps.server.arrivals import Arrivals, Due
 from paceline.ps.server.handlers import HANDLERS
 from paceline.ps.server.table_requests import STEP, ServedTable
 from paceline.ps.server.telemetry import Load, ServerSpans
-from paceline.ps.server.worker_memory import Caller
+from paceline.ps.server.worker_memory import NOTHING, Caller, Delivery
 from paceline.ps.state_wire import landing
 
 
@@ -58,6 +58,8 @@ class ServerRequest:
 
 class ServerContext(Protocol):
     """What a copy needs from its process."""
+
+    rank: int
 
     @property
     def engine(self) -> _core.Engine: ...
@@ -96,13 +98,14 @@ class Server:
         self.tables: list[ServedTable] = []  # by number
         self.by_name: dict[str, ServedTable] = {}
         self.delivers_values = True  # to workers: this copy is the primary
+        self.deferred: list[Callable[[], None]] = []  # updates that a backup has yet to compute
         self._replica, self._applied, self._share = replica, replica.applied, share
         self._leaving: dict[int, int] = {}  # by rank: the number of its Leave
         self._spans = ServerSpans()
 
     def clear(self) -> None:
         """Forget all tables and workers."""
-        for memory in (self.callers, self.gone, self.tables, self.by_name):
+        for memory in (self.callers, self.gone, self.tables, self.by_name, self.deferred):
             memory.clear()
 
     # -- connections --------------------------------------------------------------------------
@@ -186,17 +189,16 @@ class Server:
         except PeerError as lost:
             self.broken.append((connection, lost))
 
-    def deliver(
-        self, rank: int, seq: int, reply: m.Reply, deliveries: Sequence[torch.Tensor]
-    ) -> None:
+    def deliver(self, rank: int, seq: int, reply: m.Reply, delivery: Delivery) -> None:
         """Send an answer to a worker, if it is connected."""
         connection = self.connections.get(rank)
         if connection is None:
             return
-        if deliveries:
-            reply = msgspec.structs.replace(reply, delivers=True)
+        if delivery is not NOTHING:  # not part of the reply that all copies remember
+            delivers, places = bool(delivery.tensors), delivery.places
+            reply = msgspec.structs.replace(reply, delivers=delivers, places=places)
         try:
-            connection.reply(reply, deliveries)
+            connection.reply(reply, delivery.tensors)
         except PeerError as error:
             self.broken.append((connection, error))
         if self._leaving and self._leaving.get(rank) == seq:
@@ -272,26 +274,22 @@ class Server:
                 return
         self.answer(caller, request.seq, error=type(error).__name__, text=str(error))
 
-    def answer(
-        self, caller: Caller, seq: int, deliveries: Sequence[torch.Tensor] = (), **fields: Any
-    ) -> None:
-        """Answer a request; tensors follow if the worker is on another host."""
+    def answer(self, caller: Caller, seq: int, delivery: Delivery = NOTHING, **fields: Any) -> None:
+        """Answer a request, with what belongs to the reply."""
         if tracer.is_planned:
             self._spans.answered(caller, seq)
-        self.repeat(caller, m.Reply(seq, **fields), deliveries)
+        self.repeat(caller, m.Reply(seq, **fields), delivery)
 
-    def repeat(
-        self, caller: Caller, reply: m.Reply, deliveries: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def repeat(self, caller: Caller, reply: m.Reply, delivery: Delivery = NOTHING) -> None:
         """Send an answer, perhaps for the second time; it leaves when all copies have it."""
         if not self._replica.is_alone:
-            self._replica.answer(caller.rank, reply.seq, reply, deliveries)
+            self._replica.answer(caller.rank, reply.seq, reply, delivery)
             return
         answers = self._applied.clients[caller.rank].answers
         answers[reply.seq] = reply
         if len(answers) > REMEMBERED:
             answers.popitem(last=False)
-        self.deliver(caller.rank, reply.seq, reply, deliveries)
+        self.deliver(caller.rank, reply.seq, reply, delivery)
 
     def find_landing(self, caller: Caller, request: m.AnyRequest, *, is_sent: bool) -> Landing:
         """Return where the tensors of a request are, or are to be received if they are sent."""
@@ -312,8 +310,20 @@ class Server:
         """Bring values to workers from now on, or not."""
         if delivers_values != self.delivers_values:
             self.delivers_values = delivers_values
+            self.settle()
             for served in self.tables:
                 served.buffers.delivers_values = delivers_values
+                self.let_defer(served)
+
+    def let_defer(self, served: ServedTable) -> None:
+        """Let a table compute updates after they are acknowledged, if this copy is a backup."""
+        for shard in served.table.shards:
+            shard.defer_to = None if self.delivers_values else self.deferred
+
+    def settle(self) -> None:
+        """Compute the updates that were deferred."""
+        while self.deferred:
+            self.deferred.pop()()
 
     # -- workers ------------------------------------------------------------------------------
 

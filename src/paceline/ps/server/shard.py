@@ -3,11 +3,16 @@
 Values lie in one flat tensor, possibly in memory that workers share. They are KEPT in the server's
 dtype and COMPUTED in a wide one (precision.py); where the two are the same, an update works on the
 kept values themselves. No sockets, no clocks; an update here is already decided on.
+
+A backup DEFERS updates: it acknowledges the step first and computes then, while the workers go on.
+It has all that it needs, its own average and the settings, so the primary may be lost meanwhile.
+Everything that reads or changes the numbers of a shard computes its deferred update before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 
@@ -53,6 +58,10 @@ class Shard:
         self._wide: dict[int, torch.Tensor] = {}  # by worker: what came in a narrower dtype
         self._num_unpacked = 0  # workers that the average is of, if it can still be packed
         self.is_assigned = False
+        # Of a backup: what it has to do when it has acknowledged what has arrived.
+        self.defer_to: list[Callable[[], None]] | None = None
+        self._deferred: Callable[[], None] | None = None
+        self._kind: tuple[Settings, Collection[int], float] | None = None  # of the last update
         self._scratch = scratch
         self._optimizer: ShardOptimizer | None = None  # tables of deltas and values have none
         if rule.push == "grad":
@@ -62,11 +71,25 @@ class Shard:
 
     def assign(self, values: torch.Tensor) -> None:
         """Set the values, whatever they were."""
+        self.settle()
         self.params.copy_(self.checked(values))
         self.is_assigned = True
 
+    def move(self, params: torch.Tensor, average: torch.Tensor) -> None:
+        """Keep values and average in this memory from now on."""
+        assert self.average is not None and self.params.dtype is params.dtype, self.name
+        self.settle()
+        params.copy_(self.params)
+        average.copy_(self.average)
+        self.params = params
+        self.average.set_(average)  # type: ignore[call-overload]  # others hold this tensor
+        self._reduced = Buffer(self.average)
+        if self._optimizer is not None:
+            self._optimizer.move(params)
+
     def copy_to(self, out: torch.Tensor) -> None:
         """Bring the values into a flat tensor of any floating dtype."""
+        self.settle()
         self.checked(out)
         if out.data_ptr() != self.params.data_ptr():
             out.copy_(self.params)
@@ -97,6 +120,7 @@ class Shard:
     def reduce(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Average in the given order, with the kernel of the collectives; return the average."""
         assert self.average is not None and self._reduced is not None
+        self.settle()
         to, inputs = self._reduced, [grad.data_ptr() for grad in grads]
         _core.reduce_mean(inputs, to.address, to.count, to.dtype)
         self._packet, self._num_unpacked = None, len(grads)
@@ -127,6 +151,7 @@ class Shard:
     def elect(self, votes: Sequence[torch.Tensor], step: int) -> torch.Tensor:
         """Return the majority of signs: bits in 64-bit words, which travel with dtype float64."""
         assert self.average is not None
+        self.settle()
         coin = Draw(self._rule.seed, step, self.spec.first_sign)
         majority([vote.view(torch.int64) for vote in votes], coin, self.average.view(torch.int64))
         return self.average
@@ -147,6 +172,36 @@ class Shard:
         """
         if self._rule.votes:
             return  # workers step with what they voted for
+        self.settle()
+        kind = (settings, absent, slowdown)
+        apply = partial(
+            self._apply, grad, absent, settings, slowdown=slowdown, version=version, out=out
+        )
+        # A gradient elsewhere may change when the step is acknowledged. New settings may be wrong,
+        # and then the step has to be refused.
+        if self.defer_to is not None and grad is self.average and kind == self._kind:
+            self._deferred = apply
+            self.defer_to.append(self.settle)
+            return
+        apply()
+        self._kind = kind
+
+    def settle(self) -> None:
+        """Compute the update that was deferred, if there is one."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred()
+
+    def _apply(
+        self,
+        grad: torch.Tensor,
+        absent: Collection[int],
+        settings: Settings,
+        *,
+        slowdown: float,
+        version: int,
+        out: torch.Tensor | None,
+    ) -> None:
         grad, values = self.computable(grad), self.values()
         can_follow = values is self.params and self._optimizer is not None
         if self._optimizer is not None:
@@ -192,14 +247,17 @@ class Shard:
 
     def state(self) -> list[StateEntry]:
         """Return what the optimizer remembers, by piece."""
+        self.settle()
         return self._optimizer.state() if self._optimizer is not None else []
 
     def outline(self) -> list[StateEntry]:
         """Return what the optimizer remembers, without the numbers."""
+        self.settle()
         return self._optimizer.outline() if self._optimizer is not None else []
 
     def numbers(self, start: int, stop: int) -> list[torch.Tensor]:
         """Return everything that is kept about a range of elements, where it lies."""
+        self.settle()
         found = [self.params[start:stop]]
         if self.average is not None:
             found.append(self.average[start:stop])
@@ -209,4 +267,5 @@ class Shard:
         """Replace what the optimizer remembers."""
         if self._optimizer is None:
             raise UsageError(f"{self.name} has no optimizer that could have a state")
+        self.settle()
         self._optimizer.load_state(entries)

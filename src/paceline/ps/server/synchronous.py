@@ -222,9 +222,9 @@ class SynchronousUpdates:
                     yield worker, number, push
 
     def replaced(self) -> Iterator[tuple[int, PushedGradient]]:
-        """Yield the gradients that replaced averages, by shard."""
+        """Yield the gradients that replaced averages in the step under way, by shard."""
         for number, mean in enumerate(self._means):
-            if mean is not None and mean.grad is not self._shards[number].average:
+            if self._pushes[number] and mean and mean.grad is not self._shards[number].average:
                 yield number, mean
 
     def numbers(self, _number: int, _start: int, _stop: int) -> list[torch.Tensor]:

@@ -22,7 +22,13 @@ from paceline.ps import messages as m
 from paceline.ps.connection import Landing
 from paceline.ps.server.precision import FLOATING
 from paceline.ps.server.table import Table
-from paceline.ps.server.worker_memory import Caller, Tensorful, WorkerBuffers
+from paceline.ps.server.worker_memory import (
+    NOTHING,
+    Caller,
+    Delivery,
+    Tensorful,
+    WorkerBuffers,
+)
 from paceline.ps.server.worker_statistics import StepOutcome
 
 
@@ -40,10 +46,10 @@ class ParkedRequest:
 
 
 class SendReply(Protocol):
-    """Sends the reply to a request; tensors follow if the worker is on another host."""
+    """Sends the reply to a request, with what belongs to it."""
 
     def __call__(
-        self, caller: Caller, seq: int, deliveries: Sequence[torch.Tensor] = (), **fields: Any
+        self, caller: Caller, seq: int, delivery: Delivery = NOTHING, **fields: Any
     ) -> None: ...
 
 
@@ -128,8 +134,8 @@ class ServedTable:
             self.readers.append(parked)
             self.release()
             return
-        following = self.buffers.values_for(caller, request.into)
-        self.answer(caller, request.seq, following, version=self.table.version)
+        delivery = self.buffers.values_for(caller, request.into)
+        self.answer(caller, request.seq, delivery, version=self.table.version)
 
     # -- answering parked requests ------------------------------------------------------------
 
@@ -154,12 +160,11 @@ class ServedTable:
     def _send_average(
         self, caller: Caller, seq: int, shard: int, absent: tuple[int, ...], notice: str
     ) -> None:
-        following: Sequence[torch.Tensor] = ()
-        speaker, codec = self.table.clocks.workers[0], ""
+        delivery, speaker, codec = NOTHING, self.table.clocks.workers[0], ""
         if not self.buffers.is_shared or caller.worker not in self.buffers.opened:
-            following, codec = self.buffers.average_for(caller, shard)
+            delivery, codec = self.buffers.average_for(caller, shard)
         self.answer(
-            caller, seq, following, absent=absent, codec=codec, speaker=speaker, notice=notice
+            caller, seq, delivery, absent=absent, codec=codec, speaker=speaker, notice=notice
         )
 
     def release(self) -> None:
@@ -180,12 +185,12 @@ class ServedTable:
         """Answer a reader; if its own buffers are wrong, only its own reply is an error."""
         caller, outcome = parked.caller, self.table.outcome(parked.caller.worker)
         try:
-            following = self.buffers.values_for(caller, parked.into) if parked.reads else ()
+            found = self.buffers.values_for(caller, parked.into) if parked.reads else NOTHING
         except PacelineError as error:
             self.answer(caller, parked.seq, error=type(error).__name__, text=str(error))
             return
         # No tensors may follow an error.
-        self.answer(caller, parked.seq, () if outcome.error else following, **_ending(outcome))
+        self.answer(caller, parked.seq, NOTHING if outcome.error else found, **_ending(outcome))
 
     def end_follow(self, is_over: Callable[[ParkedRequest], bool]) -> None:
         """Send the version to followers."""

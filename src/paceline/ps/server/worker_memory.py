@@ -1,15 +1,16 @@
 """The workers' buffers for a table: where gradients are read, and fresh values are written.
 
 Each worker has a BUFFER per shard for fresh values and averages. Buffers of this host are read and
-written in place; other workers get copies that follow replies. A backup does all that the primary
-does, except that it delivers no values to workers (`delivers_values`).
+written in place; other workers get copies that follow replies. A worker that MAPS the server's own
+memory (exposed_memory.py) gets no copies: the reply names the place. A backup does all that the
+primary does, except that it delivers no values to workers (`delivers_values`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -33,6 +34,14 @@ class Caller:
     is_here: bool  # it is on this host: its memory can be seen
 
 
+class Delivery(NamedTuple):
+    """What a worker gets with a reply."""
+
+    tensors: Sequence[torch.Tensor] = ()  # that follow it
+    places: tuple[m.Where, ...] = ()  # where the worker sees it in this server's memory
+
+
+NOTHING = Delivery()
 Tensorful: TypeAlias = m.Assign | m.Push | m.Replace  # requests with a tensor
 
 
@@ -44,6 +53,7 @@ class WorkerBuffers:
     engine: _core.Engine
     is_shared: bool  # all workers of this host share the memory of the shards
     delivers_values: bool = True  # to workers; a backup does not
+    exposed: Sequence[m.SharedMemory] = ()  # by shard: memory that workers may map; empty: none
     opened: dict[int, m.Open] = field(default_factory=dict)  # by worker: its buffers
     delivered: dict[int, Collection[int]] = field(
         default_factory=dict
@@ -149,37 +159,47 @@ class WorkerBuffers:
             self._staging[key] = allocate(self.engine, (count,), dtype)
         return self._staging[key]
 
-    def average_for(self, caller: Caller, shard: int) -> tuple[Sequence[torch.Tensor], str]:
-        """Deliver an average to a worker; return what has to follow the reply, and its codec."""
+    def average_for(self, caller: Caller, shard: int) -> tuple[Delivery, str]:
+        """Deliver an average to a worker; return what goes with the reply, and its codec."""
         opened = self._opened(caller.worker)
         if self.is_shared or not opened.wants_average or not self.delivers_values:
-            return (), ""
+            return NOTHING, ""
+        if self._maps(caller):
+            return Delivery(places=(self.exposed[shard].average,)), ""
         average, where = self.table.shards[shard].average, opened.buffers[shard].average
         assert average is not None
         if where is not None and caller.is_here:
             self.view("average", caller, shard, where, average.dtype).copy_(average)
-            return (), ""
+            return NOTHING, ""
         packed = self.table.shards[shard].packet()
         if packed is not None:
-            return (packed[1],), packed[0]
-        return (self._on_the_wire("average", caller.worker, shard, average),), ""
+            return Delivery((packed[1],)), packed[0]
+        return Delivery((self._on_the_wire("average", caller.worker, shard, average),)), ""
 
-    def values_for(self, caller: Caller, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
-        """Deliver all values to a worker; return what has to follow the reply."""
-        worker = caller.worker
+    def values_for(self, caller: Caller, into: Sequence[m.Where] = ()) -> Delivery:
+        """Deliver all values to a worker; return what goes with the reply."""
+        worker, is_mapped = caller.worker, self._maps(caller)
         wheres, following = self._wheres(caller, into), list[torch.Tensor]()
         delivered = self.delivered.pop(worker, ())
         for number in reversed(
             range(len(self.table.shards))
         ):  # the first layers are in the last shards
-            if self.is_shared or not self.delivers_values:
+            if self.is_shared or is_mapped or not self.delivers_values:
                 self.table.read(worker, number, None)
                 continue
             out = self._place_for(caller, number, wheres[number])
             self.table.read(worker, number, None if number in delivered else out)
             if wheres[number] is None:
                 following.append(out)
-        return following
+        return Delivery(following, self._places() if is_mapped else ())
+
+    def _maps(self, caller: Caller) -> bool:
+        """Return whether a worker sees this copy's values in its memory, and not a copy of them."""
+        is_seen = bool(self.exposed) and caller.is_here and self.delivers_values
+        return is_seen and self._opened(caller.worker).maps
+
+    def _places(self) -> tuple[m.Where, ...]:
+        return tuple(memory.params for memory in self.exposed)
 
     def commit(self, caller: Caller, request: m.Commit) -> None:
         """End a worker's step; fresh values are delivered during the update if it may read them."""
@@ -188,7 +208,8 @@ class WorkerBuffers:
         def place(number: int) -> torch.Tensor:
             return self._place_for(caller, number, wheres[number])
 
-        outs = place if request.reads and not self.is_shared and self.delivers_values else None
+        is_copied = not (self.is_shared or self._maps(caller)) and self.delivers_values
+        outs = place if request.reads and is_copied else None
         self.delivered[caller.worker] = self.table.commit(
             caller.worker, request.clock, request.settings, outs, stops=request.stops
         )
@@ -208,8 +229,8 @@ class WorkerBuffers:
         dtype = wire_dtype(self._opened(caller.worker), spec.dtype)
         return self.staging("params", caller.worker, number, dtype)
 
-    def look(self, caller: Caller, into: Sequence[m.Where]) -> Sequence[torch.Tensor]:
-        """Deliver all values to a process that only reads; return what has to follow the reply."""
+    def look(self, caller: Caller, into: Sequence[m.Where]) -> Delivery:
+        """Deliver all values to a process that only reads; return what goes with the reply."""
         following = []
         if into:
             self._require_places(into)
@@ -224,7 +245,7 @@ class WorkerBuffers:
                 out = self.staging("peek", caller.worker, number, dtype_of(spec.dtype))
                 following.append(out)
             shard.copy_to(out)
-        return following
+        return Delivery(following)
 
     def _opened(self, worker: int) -> m.Open:
         if worker not in self.opened:
