@@ -177,6 +177,7 @@ def shutdown() -> None:
             return
         for close in job.closers:
             close()
+        job.fabric.staging.close()
         job.reporter.flush()
         tracer.flush()
         tracer.stop()
