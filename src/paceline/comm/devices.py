@@ -221,8 +221,8 @@ def register_pinned(tensor: torch.Tensor, device: torch.device) -> Pin | None:
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return None
-    for register, unregister in _registrations(device):
-        with contextlib.suppress(RuntimeError, OSError):  # refused: limits, kind of memory
+    with contextlib.suppress(RuntimeError, OSError):  # refused: limits, kind of memory, no driver
+        for register, unregister in _registrations(device):
             register(tensor.data_ptr(), size)
             return Pin(tensor, unregister)
     return None
