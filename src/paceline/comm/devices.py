@@ -114,7 +114,10 @@ def untested_version() -> str | None:
     version = str(torch.__version__)
     if version.startswith(f"{TESTED_TORCH}."):
         return None
-    return f"devices were tried with torch {TESTED_TORCH}, and this is torch {version}"
+    return (
+        f"devices were tested with torch {TESTED_TORCH}, and this is torch {version}: if something"
+        " fails, name both in an issue"
+    )
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:

@@ -79,7 +79,8 @@ class HostRoute:
     ) -> Errand[Result]:
         """Copy to engine memory what this thread's stream has written; call `then` afterwards."""
         if host.data_ptr() in self._pins:
-            copied = self._route.to_host(source, host)
+            with naming_errors(self._who, self.device):
+                copied = self._route.to_host(source, host)
 
             def wait() -> None:
                 copied.wait_on_host()
