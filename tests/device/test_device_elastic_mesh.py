@@ -94,7 +94,7 @@ def test_a_unit_on_devices_is_replaced(tmp_path: Path, mesh: str, on_loss: str, 
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert "worker 2 of its unit is retired with it" in ended.stderr
-    assert "1 loss (worker 3), 1 replaced" in ended.stderr
+    assert "1 loss (worker 3), 1 replaced" in ended.stderr, ended.stderr
     printed = defaultdict[tuple[int, int], dict[int, str]](dict)
     for words in re.findall(r"step (\d+) place (\d) unit (\d): (\w+) (\S+)", ended.stdout):
         printed[int(words[0]), int(words[1])][int(words[2])] = words[3]

@@ -1,7 +1,7 @@
 """Batches and values of a Trainer whose model is on a device.
 
 Loaders make batches in host memory: the Trainer copies each one to the device of the model. Losses
-and metrics are numbers on the device that nobody needs at once. They are copied to pinned memory
+and metrics are numbers on the device that are not needed at once. They are copied to pinned memory
 and read when they have arrived, in their order, so that no batch waits for the device.
 """
 
