@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.devices import load_device, run_on_device
+from support.devices import load_device, run_alone_on_device, run_on_device
 
 SIZE = 4000
 
@@ -135,3 +135,51 @@ def test_mistakes_have_the_errors_of_the_cpu(schedule):
         assert isinstance(work.error(), CollectiveMismatch)
 
     run_on_device(2, body, schedule=schedule)
+
+
+def test_a_queued_operation_tells_whether_it_has_ended():
+    def body() -> None:
+        import threading
+
+        from paceline.comm.device_route import Errand
+        from paceline.comm.device_staging import QueuedOperation
+        from paceline.errors import PeerLost
+
+        class Operation:
+            def __init__(self) -> None:
+                self.ended = threading.Event()
+
+            def done(self) -> bool:
+                return self.ended.is_set()
+
+            def wait(self, timeout_s: float | None = None) -> str:
+                self.ended.wait(timeout_s)
+                return "result"
+
+            def error(self) -> Exception | None:
+                return PeerLost("a peer", rank=1)
+
+        operation = Operation()
+        errand = Errand(lambda: operation)
+        queued = QueuedOperation(errand)
+        start = threading.Timer(2, errand.run)
+        start.start()
+        assert not queued.done() and queued.error() is None and not queued.has_started()
+        start.join()
+        assert queued.has_started() and not queued.done()
+        threading.Timer(0.5, operation.ended.set).start()
+        assert queued.wait(60) == "result" and operation.done()
+        assert queued.done() and isinstance(queued.error(), PeerLost)
+
+        def fail() -> Operation:
+            raise PeerLost("a peer", rank=1)
+
+        errand = Errand(fail)
+        failed = QueuedOperation(errand)
+        errand.run()
+        failed.wait_until_started()
+        assert failed.done() and isinstance(failed.error(), PeerLost)
+        with pytest.raises(PeerLost):
+            failed.wait()
+
+    run_alone_on_device(body, schedule="lazy")
