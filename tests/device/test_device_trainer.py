@@ -36,8 +36,8 @@ class Waits(pl.Callback):
         waits = self.laggard.take_synchronizations()
         begins = trainer.metrics == {} and trainer.step % 6 == 0  # the epoch before has ended here
         stacks = [wait.stack for wait in waits if not begins]
-        # A save asks for the losses until then.
-        self.stacks += [s for s in stacks if " in _run\n" not in s and "saving.py" not in s]
+        # Waits of the script's thread; a save asks for the losses until then.
+        self.stacks += [s for s in stacks if "trainer.py" in s and "saving.py" not in s]
 
 
 class Losses:

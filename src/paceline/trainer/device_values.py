@@ -54,9 +54,13 @@ class LateNumbers:
     def arrived(self, *, everything: bool = False) -> Iterator[tuple[list[float], Any]]:
         """Yield what has arrived, with its labels. With `everything`, wait for all that was
         sent."""
-        while self._sent and (everything or self._sent[0][0].done()):
-            copied, hosts, label = self._sent.popleft()
-            copied.wait_on_host()
+        while self._sent:
+            copied, hosts, label = self._sent[0]
+            if not copied.done():
+                if not everything:
+                    return
+                copied.wait_on_host()
+            self._sent.popleft()
             yield [float(host) for host in hosts], label
 
     def _host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
