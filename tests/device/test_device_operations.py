@@ -193,13 +193,16 @@ def test_memory_is_kept_for_operations_that_were_dropped(schedule):
         size = 1 << 20  # the engine reads so much when the other worker receives it
         if world.rank == 0:
             world.send(torch.full((size,), 5.0, device=pl.device()), 1, async_op=True)
-            world.all_reduce(torch.ones(1))  # the send has started
+            for _ in range(3):  # the send has started, and the route has looked at its copies
+                world.all_reduce(torch.ones(1, device=pl.device()))
+                torch.accelerator.synchronize()
             for _ in range(4):
                 torch.full((size,), -1.0).pin_memory()
             other.barrier()
             world.barrier()
             return 5.0
-        world.all_reduce(torch.ones(1))
+        for _ in range(3):
+            world.all_reduce(torch.ones(1, device=pl.device()))
         other.barrier()
         received = torch.zeros(size, device=pl.device())
         world.recv(received, 0)
