@@ -26,7 +26,7 @@ ABOUT_DEVICES = ("device", "host_route", "through_host")
 
 ALSO = ("paceline/data_parallel/reducer.py",)
 STREAM_WAITS = {"wait_event", "wait_stream", "wait_on_stream", "join_streams"}
-HOST_WAITS = {"synchronize", "wait_on_host"}
+HOST_WAITS = {"synchronize", "wait_on_host", "wait_until_started", "arrive"}
 # In other modules a receiver has to be named like one that belongs to a device.
 EVENT_NAMES = ("event", "ready", "done", "mark")
 ROUTE_NAMES = ("route",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -107,13 +108,16 @@ def test_handles_say_whether_an_exchange_has_ended():
 def test_a_device_that_fails_is_named(schedule):
     def body(world) -> None:
         here = str(pl.device())
-        model = torch.nn.Linear(4, 4, device=here)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        pl.distribute(model, optimizer, via="host")
-        table, index = torch.ones(3, 4, device=here), torch.tensor([77], device=here)
-        torch.nn.functional.embedding(index, table)  # a kernel that fails, noticed later
-        with pytest.raises(DeviceError, match=f"rank {world.rank}: {here} failed: .*start again"):
-            model(torch.ones(2, 4, device=here)).sum().backward()
+        for via in ("host", "device"):
+            model = torch.nn.Linear(4, 4, device=here)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            pl.distribute(model, optimizer, via=via)
+            table, index = torch.ones(3, 4, device=here), torch.tensor([77], device=here)
+            torch.nn.functional.embedding(index, table)  # a kernel that fails, noticed later
+            with pytest.raises(DeviceError, match=f"rank {world.rank}: {here} failed: .*start ag"):
+                for _ in range(500):
+                    model(torch.ones(2, 4, device=here)).sum().backward()
+                    time.sleep(0.01)
 
     run_on_device(2, body, schedule=schedule)
 

@@ -1,6 +1,7 @@
 """Communication: groups of ranks and their collectives, engine memory, torch.distributed backend.
 
     group.py                Group.all_reduce(tensor): arguments, results, one call into the engine
+    prepared_all_reduce.py  an all-reduce of the same memory in every step
     tensors.py              a tensor or array as address, count and dtype
     _core.Group             C++: shared memory on one host, TCP between hosts
     endpoint.py, fabric.py  this process's connections, and the processes that count as the job
@@ -9,6 +10,7 @@
     device_route.py         copies between a device and host memory, ordered by events
     host_route.py           trips of gradients through engine memory that the device reaches
     device_group.py         the device's own collectives (NCCL), in a group beside ours
+    device_staging.py       tensors on a device in the operations of a group
     device_timing.py        times of a device, by events
     object_collectives.py   all_gather_object, broadcast_object
     torch/                  the same engine as torch.distributed's backend "paceline"

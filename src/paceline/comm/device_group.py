@@ -4,7 +4,7 @@ CUDA), in a group beside ours.
 The group belongs to Paceline. torch.distributed does not know it: the script's default group, if it
 makes one, is untouched. Its members find each other through the job's authenticated store. In torch
 2.13 a group in Python replaces all backends of a torch group, so that `cpu:paceline,cuda:nccl`
-cannot be one group there (docs/adr/0053).
+cannot be one group there (docs/adr/0053, 0084).
 
 As NCCL's, the calls return at once: an operation runs after what the current stream has launched,
 and `Work.wait()` lets the current stream wait, not the host.
@@ -43,7 +43,8 @@ class DeviceGroup:
         `is_link`: of two workers, of which the first only sends, and the second only receives.
         """
         self.backend, self.device, self.size = backend, device, len(ranks)
-        self._who = f"rank {ranks[rank]}: {backend} on {device}"
+        self.owner = f"rank {ranks[rank]}"  # this worker, for errors
+        self._who = f"{self.owner}: {backend} on {device}"
         timeout = timedelta(seconds=timeout_s)
         try:
             self._group: Any = _make_backend(backend, store, rank, len(ranks), timeout)

@@ -27,12 +27,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from paceline.errors import PeerTimeout
+from paceline.errors import DeviceError, PacelineError, PeerTimeout
 
 Result = TypeVar("Result")
 
@@ -42,6 +43,21 @@ def mark(device: torch.device) -> torch.Event:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+@contextmanager
+def naming_errors(who: str, device: torch.device) -> Iterator[None]:
+    """Name the process and the device in errors of the device."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise DeviceError(
+            f"{who}: {device} failed: {first_line}. Look at the device (its driver's log, its"
+            " memory), and start again from a checkpoint"
+        ) from error
 
 
 class Copied:

@@ -114,7 +114,10 @@ def untested_version() -> str | None:
     version = str(torch.__version__)
     if version.startswith(f"{TESTED_TORCH}."):
         return None
-    return f"devices were tried with torch {TESTED_TORCH}, and this is torch {version}"
+    return (
+        f"devices were tested with torch {TESTED_TORCH}, and this is torch {version}: if something"
+        " fails, name both in an issue"
+    )
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -221,8 +224,8 @@ def register_pinned(tensor: torch.Tensor, device: torch.device) -> Pin | None:
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return None
-    for register, unregister in _registrations(device):
-        with contextlib.suppress(RuntimeError, OSError):  # refused: limits, kind of memory
+    with contextlib.suppress(RuntimeError, OSError):  # refused: limits, kind of memory, no driver
+        for register, unregister in _registrations(device):
             register(tensor.data_ptr(), size)
             return Pin(tensor, unregister)
     return None

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline import _core
+from paceline.comm.device_staging import GroupStaging
 from paceline.comm.lazy_channels import LANES, LazyChannels, LazyGroup, for_core, purpose_of
 from paceline.control.member import Member
 from paceline.control.messages import Presence
@@ -51,6 +52,9 @@ class Endpoint:
     _linked: set[int] = field(default_factory=set)  # neighbours
     _lazy: LazyChannels | None = None
     _link_mus: dict[int, threading.Lock] = field(default_factory=dict)  # by rank
+
+    def __post_init__(self) -> None:
+        self.staging = GroupStaging(self.rank)  # for tensors on a device
 
     def link_neighbours(self, members: Sequence[Member]) -> None:
         """Link to all of these processes on this host. Blocks until all of them have answered.

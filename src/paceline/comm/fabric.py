@@ -141,6 +141,7 @@ class Fabric:
         self.endpoint = endpoint
         self.rank = endpoint.rank
         self.engine = endpoint.engine
+        self.staging = endpoint.staging
         self.listener = endpoint.listener
         self.me = endpoint.me
         self.timeout_s = endpoint.timeout_s

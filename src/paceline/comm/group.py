@@ -7,6 +7,8 @@ returns a Work at once. Do not touch the memory of an asynchronous operation bef
 done. Several operations may be in flight: collectives of a group run in order; sends, receives and
 other groups run concurrently with them. All methods may be called from any thread.
 
+Tensors on a device travel through pinned host memory (device_staging.py).
+
 The membership of a group can change: `reconfigure()` ends operations in flight with
 GenerationChanged and forms the group again from the remaining members.
 """
@@ -16,9 +18,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from paceline import _core
+from paceline.comm.device_staging import OperationQueue
 from paceline.comm.fabric import Fabric, group_id_of
 from paceline.comm.tensors import (
     Buffer,
@@ -28,7 +32,6 @@ from paceline.comm.tensors import (
     known_op,
     op_code,
     require_match,
-    result_buffer,
     split_rows,
 )
 from paceline.control.member import Membership
@@ -74,6 +77,7 @@ class Group:
         self._lock = threading.Lock()
         # Operations and the memory that they use; guarded by: _lock
         self._in_flight: deque[tuple[Handle, object]] = deque()
+        self._queue = OperationQueue(self._fabric.staging)
 
     def _make_core(self, membership: Membership) -> _core.Group:
         return self._fabric.create_group(
@@ -95,21 +99,24 @@ class Group:
         """
         if out is None and not async_op:  # the most frequent call takes a short path
             known = known_op(op)
-            if known is not None and self._core.all_reduce_tensor(tensor, known):
+            is_next = self._queue.is_empty
+            if known is not None and is_next and self._core.all_reduce_tensor(tensor, known):
                 return tensor
-        source = Buffer(tensor)
+        source = self._queue.source(tensor)
         code = op_code(op, source.dtype)
         if out is None:
             target, out = source, tensor
         else:
-            target = result_buffer(out)
+            target = self._queue.target(out)
             require_match(source, target, "all_reduce")
         arguments = (source.address, target.address, source.count, source.dtype, code, source.shape)
         if not async_op:
-            self._core.all_reduce(*arguments)
+            source.arrive()
+            self.engine_group().all_reduce(*arguments)
             target.write_back()
             return out
-        return self._track(self._core.start_all_reduce(*arguments), [source], [target], out)
+        handle = self._queue.start(partial(self._core.start_all_reduce, *arguments), [source])
+        return self._track(handle, [source], [target], out)
 
     def reduce(
         self,
@@ -122,10 +129,10 @@ class Group:
     ) -> Tensor | None | Work[Tensor | None]:
         """Reduce the tensors of all ranks to `root`, in place or in `out`; the tensors of the other
         ranks do not change."""
-        source, targets, result = Buffer(tensor), list[Buffer](), None
+        source, targets, result = self._queue.source(tensor), list[Buffer](), None
         if self.rank == self._check_root(root):
             result = tensor if out is None else out
-            targets = [source if out is None else result_buffer(result)]
+            targets = [source if out is None else self._queue.target(result)]
             require_match(source, targets[0], "reduce")
         code = op_code(op, source.dtype)
         return self._call("reduce", [source], targets, result, async_op, op=code, root=root)
@@ -145,7 +152,7 @@ class Group:
         parts = self._parts(tensor)
         if out is None:
             out = empty_like(parts[self.rank])
-        sources, target = [Buffer(part) for part in parts], result_buffer(out)
+        sources, target = [self._queue.source(part) for part in parts], self._queue.target(out)
         require_match(sources[self.rank], target, "reduce_scatter")
         code = op_code(op, target.dtype)
         return self._call("reduce_scatter", sources, [target], out, async_op, op=code)
@@ -157,8 +164,12 @@ class Group:
     ) -> Tensor | Work[Tensor]:
         """Copy the root's tensor into the `tensor` of every rank."""
         if self.rank == self._check_root(root):
-            return self._call("broadcast", [Buffer(tensor)], [], tensor, async_op, root=root)
-        return self._call("broadcast", [], [result_buffer(tensor)], tensor, async_op, root=root)
+            return self._call(
+                "broadcast", [self._queue.source(tensor)], [], tensor, async_op, root=root
+            )
+        return self._call(
+            "broadcast", [], [self._queue.target(tensor)], tensor, async_op, root=root
+        )
 
     def all_gather(
         self,
@@ -174,8 +185,8 @@ class Group:
         dimension.
         """
         outs = [empty_like(tensor) for _ in self.ranks] if out is None else self._parts(out)
-        targets = [result_buffer(part) for part in outs]
-        return self._call("all_gather", [Buffer(tensor)], targets, outs, async_op)
+        targets = [self._queue.target(part) for part in outs]
+        return self._call("all_gather", [self._queue.source(tensor)], targets, outs, async_op)
 
     def gather(
         self,
@@ -193,8 +204,10 @@ class Group:
             raise UsageError(
                 f"gather: rank {self.rank} passed `out`, but only root {root} receives"
             )
-        targets = [result_buffer(part) for part in outs or []]
-        return self._call("gather", [Buffer(tensor)], targets, outs, async_op, root=root)
+        targets = [self._queue.target(part) for part in outs or []]
+        return self._call(
+            "gather", [self._queue.source(tensor)], targets, outs, async_op, root=root
+        )
 
     def scatter(
         self,
@@ -209,10 +222,12 @@ class Group:
         if self.rank == self._check_root(root):
             if parts is None:
                 raise UsageError(f"scatter: root {root} must pass `parts`, one for each rank")
-            sources = [Buffer(part) for part in self._parts(parts)]
+            sources = [self._queue.source(part) for part in self._parts(parts)]
         elif parts is not None:
             raise UsageError(f"scatter: rank {self.rank} passed `parts`, but root is {root}")
-        return self._call("scatter", sources, [result_buffer(tensor)], tensor, async_op, root=root)
+        return self._call(
+            "scatter", sources, [self._queue.target(tensor)], tensor, async_op, root=root
+        )
 
     def all_to_all(
         self,
@@ -227,8 +242,11 @@ class Group:
         """
         sent = self._parts(parts)
         outs = [empty_like(part) for part in sent] if out is None else self._parts(out)
-        targets = [result_buffer(part) for part in outs]
-        return self._call("all_to_all", [Buffer(part) for part in sent], targets, outs, async_op)
+        sources, targets = (
+            [self._queue.source(part) for part in sent],
+            [self._queue.target(p) for p in outs],
+        )
+        return self._call("all_to_all", sources, targets, outs, async_op)
 
     def barrier(self, *, async_op: bool = False) -> None | Work[None]:
         """Wait until every rank has called this."""
@@ -240,11 +258,10 @@ class Group:
         self, tensor: Tensor, to: int, *, tag: int = 0, async_op: bool = False
     ) -> None | Work[None]:
         """Send a tensor to one rank, which receives it with the same tag."""
-        source = Buffer(tensor)
         self._check_peer(to, tag, "send")
-        handle = self._core.start_send(
-            to, tag, source.address, source.count, source.dtype, async_op
-        )
+        source = self._queue.source(tensor)
+        arguments = (to, tag, source.address, source.count, source.dtype, async_op)
+        handle = self._queue.start(partial(self._core.start_send, *arguments), [source])
         self.keep_alive(handle, source)
         work = Work(handle, lambda: None, source)
         return work if async_op else work.wait()
@@ -263,10 +280,10 @@ class Group:
         Progress in the background costs wake-ups. Pass `background=False` for an asynchronous
         receive that the caller is going to wait for anyway.
         """
-        target = result_buffer(tensor)
         self._check_peer(source, tag, "recv")
+        target = self._queue.target(tensor)
         member = -1 if source is None else source
-        handle = self._core.start_receive(
+        handle = self.engine_group().start_receive(
             member, tag, target.address, target.count, target.dtype, async_op and background
         )
 
@@ -310,6 +327,11 @@ class Group:
 
     # -- calls into the engine ----------------------------------------------------------------
 
+    def engine_group(self) -> _core.Group:
+        """Return the engine's group, when it has got all earlier operations of this group."""
+        self._queue.wait_until_started()
+        return self._core
+
     def _call(
         self,
         kind: str,
@@ -326,15 +348,18 @@ class Group:
         inputs, outputs = [b.part for b in sources], [b.part for b in targets]
         arguments = (KINDS[kind], dtype, op, root, inputs, outputs, shape)
         if async_op:
-            return self._track(self._core.start(*arguments), sources, targets, result)
-        self._core.run(*arguments)
+            handle = self._queue.start(partial(self._core.start, *arguments), sources)
+            return self._track(handle, sources, targets, result)
+        for source in sources:
+            source.arrive()
+        self.engine_group().run(*arguments)
         for target in targets:
             target.write_back()
         return result
 
     def _track(
         self,
-        handle: _core.Work,
+        handle: Handle,
         sources: Sequence[Buffer],
         targets: Sequence[Buffer],
         result: Result,
@@ -376,26 +401,3 @@ class Group:
             )
         if not 0 <= tag < 1 << 63:
             raise UsageError(f"{what}: tag {tag} must be a number from 0 to 2**63 - 1")
-
-
-class PreparedAllReduce:
-    """An all-reduce whose arguments are checked once, for memory that is reduced in every step."""
-
-    def __init__(self, group: Group, tensor: Tensor, op: str, out: Tensor) -> None:
-        source, target = Buffer(tensor), result_buffer(out)
-        require_match(source, target, "all_reduce")
-        if source.is_copy or target.is_copy:
-            raise UsageError("a prepared all_reduce needs contiguous tensors; call .contiguous()")
-        self._group, self._memory = group, (source, target)
-        memory = (source.address, target.address, source.count, source.dtype)
-        self._arguments = (*memory, op_code(op, source.dtype), source.shape)
-
-    def start(self) -> Handle:
-        """Start the all-reduce and return its handle."""
-        handle = self._group._core.start_all_reduce(*self._arguments)
-        self._group.keep_alive(handle, self._memory)
-        return handle
-
-    def run(self) -> None:
-        """Run the all-reduce and wait for it."""
-        self._group._core.all_reduce(*self._arguments)

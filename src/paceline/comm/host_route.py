@@ -13,17 +13,22 @@ Errands of each direction run in the order of the calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
 import torch
 
-from paceline.comm.device_route import Copied, DeviceRoute, Errand, ErrandThread, mark
+from paceline.comm.device_route import (
+    Copied,
+    DeviceRoute,
+    Errand,
+    ErrandThread,
+    mark,
+    naming_errors,
+)
 from paceline.comm.devices import Pin, is_on_device, pinned_bytes, register_pinned
 from paceline.comm.group import Group
-from paceline.errors import DeviceError, PacelineError
 from paceline.runtime.console import say, warn
 from paceline.runtime.work import Handle
 
@@ -74,7 +79,8 @@ class HostRoute:
     ) -> Errand[Result]:
         """Copy to engine memory what this thread's stream has written; call `then` afterwards."""
         if host.data_ptr() in self._pins:
-            copied = self._route.to_host(source, host)
+            with naming_errors(self._who, self.device):
+                copied = self._route.to_host(source, host)
 
             def wait() -> None:
                 copied.wait_on_host()
@@ -88,7 +94,7 @@ class HostRoute:
                     host.copy_(stage)
 
         def errand() -> Result:
-            with self._naming_errors():
+            with naming_errors(self._who, self.device):
                 wait()
             return then()
 
@@ -106,7 +112,7 @@ class HostRoute:
 
         def errand() -> Copied:
             exchange.wait().wait()
-            with self._naming_errors():
+            with naming_errors(self._who, self.device):
                 return self._launch(host, target, unused)
 
         return self._in.submit(errand)
@@ -120,20 +126,6 @@ class HostRoute:
         copied = self._route.to_device(stage, target, unused)
         copied.wait_on_host()  # the stage is used again
         return copied
-
-    @contextmanager
-    def _naming_errors(self) -> Iterator[None]:
-        """Name the process and the device in errors of the device."""
-        try:
-            yield
-        except PacelineError:
-            raise
-        except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
-            raise DeviceError(
-                f"{self._who}: {self.device} failed: {first_line}. Look at the device (its"
-                " driver's log, its memory), and start again from a checkpoint"
-            ) from error
 
     def wait_for(self, copied: Copied) -> None:
         """Wait until a copy is complete: for the errand that waits for the device."""

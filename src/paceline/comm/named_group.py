@@ -36,7 +36,7 @@ class NamedGroup:
         """Reduce a tensor and wait for the result."""
         if self._started:
             self._require_free("all_reduce", name)
-        self._group._core.all_reduce_named(
+        self._group.engine_group().all_reduce_named(
             name,
             detail,
             source.address,
@@ -63,7 +63,7 @@ class NamedGroup:
         """Start an operation; `shape` is that of the whole tensor."""
         self._require_free(kind, name)
         first = next(iter((*sources, *targets)), None)
-        work = self._group._core.start_named(
+        work = self._group.engine_group().start_named(
             name,
             detail,
             KINDS[kind],

@@ -54,6 +54,8 @@ class Buffer:
 
     __slots__ = ("address", "count", "dtype", "shape", "_memory", "_original")
 
+    is_late = False  # whether the memory gets the tensor's values only later
+
     def __init__(self, tensor: Tensor) -> None:
         self._original: Tensor | None = None
         if isinstance(tensor, torch.Tensor):
@@ -80,6 +82,9 @@ class Buffer:
         """Whether this is a contiguous copy of a strided tensor."""
         return self._original is not None
 
+    def arrive(self) -> None:
+        """Block until the memory has the tensor's values: it has them."""
+
     def write_back(self) -> None:
         """Copy a result into the strided tensor that this buffer is a copy of."""
         if isinstance(self._original, torch.Tensor):
@@ -100,8 +105,14 @@ def _torch_code(tensor: torch.Tensor) -> int:
     if tensor.device.type != "cpu":
         raise UnsupportedTensor(
             f"tensor of shape {list(tensor.shape)} is on {tensor.device}; the engine moves CPU"
-            " tensors: call .cpu() first, or use torch.distributed with the nccl backend"
+            " tensors: call .cpu() first, or use an operation of pl.world() or another pl.Group"
         )
+    return code_of(tensor)
+
+
+def code_of(tensor: torch.Tensor) -> int:
+    """Return the engine's number of the dtype of a tensor on the CPU or on a device; raise
+    UnsupportedTensor if the engine cannot move such a tensor."""
     if tensor.layout is not torch.strided:
         raise UnsupportedTensor(
             f"tensor of shape {list(tensor.shape)} has layout {tensor.layout}; the engine moves"
@@ -134,9 +145,9 @@ def _unsupported(dtype: object, shape: Sequence[int]) -> UnsupportedTensor:
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a new contiguous tensor or array of the same shape and dtype."""
+    """Return a new contiguous tensor or array of the same shape, dtype and device."""
     if isinstance(tensor, torch.Tensor):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return np.empty(tensor.shape, dtype=tensor.dtype)
 
 

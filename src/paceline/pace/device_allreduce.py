@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.comm.device_group import DeviceGroup, StreamResult
+from paceline.comm.device_route import naming_errors
 from paceline.comm.devices import is_on_device
 from paceline.comm.group import Group
 from paceline.comm.host_route import Arrival, HostRoute
@@ -46,6 +47,10 @@ class DeviceAllReduce(Exchange):
         self._in_flight: deque[StreamResult] = deque()
 
     def submit(self, bucket: Bucket, step: int) -> Handle:  # noqa: ARG002
+        with naming_errors(self._collectives.owner, self._collectives.device):
+            return self._submit(bucket)
+
+    def _submit(self, bucket: Bucket) -> Handle:
         averaged, size = bucket.averaged, self._collectives.size
         if averaged is not bucket.grads:
             averaged.copy_(bucket.grads)

@@ -135,6 +135,8 @@ def _start(env: JobEnv, connect: Callable[[EngineConfig], Rendezvous], config: E
                 ) from error
             if env.rank == 0 and env.source != "alone":
                 say(f"rank {env.rank} of {env.world_size} ({env.source}){_describe(device)}")
+            if env.rank == 0 and device.type != "cpu" and (remark := devices.untested_version()):
+                warn(remark)
         return _job
 
 
@@ -160,8 +162,6 @@ def _require_own_device(job: Job, request: DeviceRequest) -> None:
     host = f"{job.env.host_id} {visible_devices()}"
     identities = all_gather_object(job.world, (host, str(job.device)))
     devices.require_own_devices([(there, name) for there, name in identities])
-    if job.env.rank == 0 and (remark := devices.untested_version()) is not None:
-        warn(remark)
 
 
 def _describe(device: torch.device) -> str:
@@ -177,6 +177,7 @@ def shutdown() -> None:
             return
         for close in job.closers:
             close()
+        job.fabric.staging.close()
         job.reporter.flush()
         tracer.flush()
         tracer.stop()

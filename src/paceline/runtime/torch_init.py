@@ -25,6 +25,8 @@ from torch.distributed import distributed_c10d
 from paceline import _core
 from paceline.comm.group import Group
 from paceline.comm.torch.backend import PacelineProcessGroup
+from paceline.comm.torch.part import PacelinePart
+from paceline.comm.torch.requested import has_several
 from paceline.comm.torch.store import control_store, fresh_prefix
 from paceline.errors import UsageError
 from paceline.runtime import job
@@ -49,8 +51,11 @@ def control_plane_rendezvous(url: str) -> Iterator[tuple[Store, int, int]] | Non
     return iter([(store, rank, world_size)])
 
 
-def create_group(options: Any, pg_options: Any = None) -> PacelineProcessGroup:
-    """Create the process group that torch asks for; every member calls this."""
+def create_group(options: Any, pg_options: Any = None) -> PacelineProcessGroup | PacelinePart:
+    """Create what torch asks for: a process group, or the CPU's part of one with several backends.
+
+    Every member calls this.
+    """
     if pg_options is not None:
         raise UsageError(
             f"pg_options={pg_options!r}: the paceline backend has none; its settings are the"
@@ -59,11 +64,13 @@ def create_group(options: Any, pg_options: Any = None) -> PacelineProcessGroup:
     ranks = list(options.global_ranks_in_group)
     timeout_s = min(options.timeout / timedelta(seconds=1), _LONGEST_JOIN_S)
     _patch_monitored_barrier()
-    if not ranks:
-        return _create_default(options, timeout_s)
-    mine = job.current()
-    members = [mine.unit[rank] for rank in ranks]
-    return PacelineProcessGroup(Group(mine.unit_fabric, members, timeout_s), options.store)
+    if ranks:
+        mine = job.current()
+        members = [mine.unit[rank] for rank in ranks]
+        whole = PacelineProcessGroup(Group(mine.unit_fabric, members, timeout_s), options.store)
+    else:
+        whole = _create_default(options, timeout_s)
+    return PacelinePart(whole) if has_several() else whole
 
 
 def _create_default(options: Any, timeout_s: float) -> PacelineProcessGroup:

@@ -35,7 +35,18 @@ def register() -> None:
         return control_plane_rendezvous(url) or theirs(url, **options)
 
     handlers["env"] = meet
+    _note_requests()
     _stand_in_for_gloo()
+
+
+def _note_requests() -> None:
+    """Learn which groups have several backends, if this torch lets ours be one of them."""
+    import torch.distributed as dist
+
+    from paceline.comm.torch.requested import can_be_a_part, note_requests
+
+    if can_be_a_part():
+        note_requests(dist)
 
 
 def _stand_in_for_gloo() -> None:

@@ -97,6 +97,11 @@ class Callbacks:
         for callback in self.all:
             _require_known_hooks(callback)
 
+    def have(self, name: str) -> bool:
+        """Return whether a callback defines this hook, under one of its names."""
+        names = (name, *_OTHER_NAMES[name])
+        return any(_defines(callback, one) for callback in self.all for one in names)
+
     def call(self, name: str, *arguments: Any, at_step: bool = True) -> None:
         """Call a hook of all callbacks; `at_step`: this batch begins or ends a step."""
         names = (name, *_OTHER_NAMES[name])
@@ -105,6 +110,12 @@ class Callbacks:
                 hook = getattr(callback, one, None)
                 if hook is not None and (at_step or one not in _OF_STEPS):
                     _call(callback, one, hook, arguments)
+
+
+def _defines(callback: Any, name: str) -> bool:
+    hook = getattr(callback, name, None)
+    inherited = getattr(Callback, name, None)  # does nothing
+    return hook is not None and (inherited is None or getattr(hook, "__func__", None) != inherited)
 
 
 def _call(callback: Any, name: str, hook: Any, arguments: tuple[Any, ...]) -> None:

@@ -22,23 +22,44 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.comm.devices import is_on_device
 from paceline.data.shard import shard
 from paceline.data.sources.samples import samples_in
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import UsageError
 from paceline.runtime.job import Job
+from paceline.trainer.device_values import LateNumbers, device_of, moved
 from paceline.trainer.stepping import BatchResult, Objective
 
 
 class Averages:
     """Sums of values by name, weighted by samples."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], device: torch.device | None = None) -> None:
+        """`device`: where the values are computed; they are added when they have arrived."""
         self._sums = dict.fromkeys(names, 0.0)
         self._samples = 0.0
+        self._late = None if device is None else LateNumbers(device)
+        self.newest: Mapping[str, float] = {}  # the values of the newest batch that is known
 
-    def add(self, values: Mapping[str, float], samples: int) -> None:
-        """Add the means over a batch of so many samples; 0 for a batch that does not count."""
+    def add(self, values: Mapping[str, float | torch.Tensor], samples: int) -> None:
+        """Add the means over a batch of so many samples; 0 for a batch that does not count. Never
+        waits for a device."""
+        if self._late is None:
+            self._add({name: float(value) for name, value in values.items()}, samples)
+            return
+        there = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and is_on_device(v)}
+        here = {name: float(value) for name, value in values.items() if name not in there}
+        self._late.send(list(there.values()), (list(there), here, samples))
+        self._collect(everything=False)
+
+    def _collect(self, *, everything: bool) -> None:
+        if self._late is not None:
+            for numbers, (names, here, samples) in self._late.arrived(everything=everything):
+                self._add({**here, **dict(zip(names, numbers, strict=True))}, samples)
+
+    def _add(self, values: Mapping[str, float], samples: int) -> None:
+        self.newest = values
         if samples:
             self._samples += samples
             for name, value in values.items():
@@ -46,7 +67,11 @@ class Averages:
 
     @property
     def numbers(self) -> list[float]:
-        """The sums, followed by the number of samples: a list that can be summed over workers."""
+        """The sums, followed by the number of samples: a list that can be summed over workers.
+
+        Waits for values that a device has yet to compute.
+        """
+        self._collect(everything=True)
         return [*self._sums.values(), self._samples]
 
     @numbers.setter
@@ -117,29 +142,33 @@ class Evaluation:
         # With fsdp the processes of a unit gather parameters for each batch: all need as many.
         is_padded = self._job.mesh is not None and self._job.mesh.fsdp > 1
         batches = loader if self.is_each_alone else shard(loader, pad=is_padded)
-        averages = Averages(["loss", *self._metrics])
+        device = device_of(self._model.parameters())
+        averages = Averages(["loss", *self._metrics], device)
         if is_over or self._job.elastic.is_joining:
             return averages.means_of(averages.numbers)
         with self._agreed_model(), _evaluating(self._model), torch.no_grad():
             for batch in batches:
-                values = self._values(self._objective.measure(self._model, batch))
+                placed = batch if device is None else moved(batch, device)
+                values = self._values(self._objective.measure(self._model, placed))
                 counts = not is_padded or self._job.contribution.weight > 0
                 averages.add(values, samples_in(batch) if counts else 0)
         numbers = averages.numbers
         return averages.means_of(numbers if self.is_each_alone else self._collectives.sum(numbers))
 
-    def _values(self, result: BatchResult) -> dict[str, float]:
+    def _values(self, result: BatchResult) -> dict[str, float | torch.Tensor]:
         if self._metrics and not result.has_outputs:
             raise UsageError(
                 f"rank {self._job.env.rank}: metrics {', '.join(self._metrics)} need outputs and"
                 " targets: let step_fn return (loss, outputs, targets)"
             )
-        found = {"loss": float(result.loss)}
+        found: dict[str, float | torch.Tensor] = {"loss": result.loss}
         for name, metric in self._metrics.items():
             found[name] = self._number(name, metric(result.outputs, result.targets))
         return found
 
-    def _number(self, name: str, value: Any) -> float:
+    def _number(self, name: str, value: Any) -> float | torch.Tensor:
+        if isinstance(value, torch.Tensor) and is_on_device(value) and value.numel() == 1:
+            return value  # is read later
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError):

@@ -21,6 +21,7 @@ from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import UsageError
 from paceline.runtime.job import Job
 from paceline.state.checkpoint.checkpoint import Checkpoint
+from paceline.trainer.evaluation import Averages
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,13 @@ class FitProgress:
         """Add the averages of an epoch to the history."""
         self.history = [old for old in self.history if old["epoch"] != row["epoch"]] + [row]
 
+    def __post_init__(self) -> None:
+        self.averages: Averages | None = None  # of the epoch under way
+
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields as plain data."""
+        """Return all fields as plain data. Waits for losses that a device has yet to compute."""
+        if self.keeps_sums and self.averages is not None:
+            self.sums = self.averages.numbers
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.comm.devices import is_on_device
 from paceline.data_parallel.amp.grad_scaler import GradScaler
 from paceline.errors import UsageError
 from paceline.model_parallel.distribute import clip_grad_norm_
@@ -148,9 +149,9 @@ class StepRunner:
         is_full = self._held + 1 == self._objective.accumulate
         return is_full or self.batches + 1 == self._length
 
-    def compute(self, batch: Any, *, closes: bool) -> float:
+    def compute(self, batch: Any, *, closes: bool) -> float | torch.Tensor:
         """Add the gradients of a batch, and average them over the workers if it ends the step.
-        Return its loss."""
+        Return its loss; a tensor if a device computes it."""
         if self._held == 0:
             self._optimizer.zero_grad()
         with nullcontext() if closes else self._model.no_sync():  # type: ignore[operator]
@@ -181,7 +182,7 @@ class StepRunner:
         finally:
             self._objective.is_void, self._last = False, None
 
-    def _backward(self, batch: Any) -> float:
+    def _backward(self, batch: Any) -> float | torch.Tensor:
         if self._has_stages:
             inputs, targets = pair(batch)
             part = self._model.forward_backward(inputs, targets)  # type: ignore[operator]
@@ -189,7 +190,7 @@ class StepRunner:
         loss = self._objective.measure(self._model, batch).loss
         part = self._objective.part(loss)
         (part if self._scaler is None else self._scaler.scale(part)).backward()
-        return float(loss.detach())
+        return loss.detach() if is_on_device(loss) else float(loss.detach())
 
     def _clip(self) -> None:
         if self._max_norm is not None:

@@ -23,6 +23,7 @@ from paceline.runtime.job import Job, carry, init, report
 from paceline.runtime.mesh import Mesh
 from paceline.trainer import checks
 from paceline.trainer.callbacks import Callbacks
+from paceline.trainer.device_values import device_of, moved
 from paceline.trainer.evaluation import Averages, Evaluation, Metric, TrainerCollectives
 from paceline.trainer.saving import CheckpointSaver, FitProgress, FitResult, arguments_of
 from paceline.trainer.stepping import Objective, StepRunner
@@ -125,7 +126,8 @@ class Trainer:
             ending = f"_{number}" if number else ""
             carry(**{name + ending: thing for name, thing in objects.items()})
         self._saver = CheckpointSaver(self._job, self._switcher, model, objects, arguments)
-        self._averages = Averages(["loss"])
+        self._device = device_of(model.parameters())  # batches are copied there
+        self._averages = Averages(["loss"], self._device)
 
     def _objects(self, scaler: GradScaler | None) -> dict[str, Any]:
         """Return by name what is saved, and sent to newcomers, besides model and optimizer."""
@@ -215,23 +217,26 @@ class Trainer:
             length = None
         progress = self._progress
         self._steps.begin_epoch(progress.batches, length)
-        self._averages = Averages(["loss"])
+        self._averages = Averages(["loss"], self._device)
         if progress.sums:
             self._averages.numbers = progress.sums
 
     def _train_batch(self, batch: Any) -> None:
         steps = self._steps
         closes = steps.closes
+        if self._device is not None:
+            batch = moved(batch, self._device)
         self._callbacks.call("on_train_batch_start", self, batch, at_step=steps.begins)
         weight = (
             self._job.contribution.weight
         )  # 0: a repeated batch, so that all workers have as many
         loss = steps.compute(batch, closes=closes)
         self._averages.add({"loss": loss}, samples_in(batch) if weight else 0)
-        report(loss=loss)
+        report(None, **self._averages.newest)
         if closes:
             self._update()
-        self._callbacks.call("on_train_batch_end", self, batch, loss, at_step=closes)
+        if self._callbacks.have("on_train_batch_end"):
+            self._callbacks.call("on_train_batch_end", self, batch, float(loss), at_step=closes)
         if closes:
             self._save_step()
 
@@ -243,7 +248,7 @@ class Trainer:
     def _update(self) -> None:
         # Before the step: workers that join after it receive these numbers.
         self._progress.batches = self._steps.batches
-        self._progress.sums = self._averages.numbers
+        self._progress.averages = self._averages
         self._steps.update()
         self._after_step()
 
@@ -280,7 +285,8 @@ class Trainer:
         if progress.epochs <= epoch:  # else a peer that was ahead has done so (`FitProgress`)
             self._schedule_epoch()
             progress.record(self.metrics)
-            progress.epochs, progress.batches, progress.sums = epoch + 1, 0, []
+            progress.epochs, progress.batches = epoch + 1, 0
+            progress.sums, progress.averages = [], None
         self._callbacks.call("on_train_epoch_end", self)
         if not self._evaluation.is_each_alone:
             self.should_stop = self._collectives.any(self.should_stop)

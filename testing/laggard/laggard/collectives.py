@@ -85,7 +85,8 @@ class LaggardGroup(dist.ProcessGroup):
         self._streams: dict[torch.device, torch.Stream] = {}
         self._last: dict[torch.device, torch.Event] = {}  # ends of the newest collectives
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=NAME, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=NAME, daemon=True)
+        self._thread.start()
 
     # torch keeps names in its C++ backends, and this group has none.
     def getBackendName(self) -> str:
@@ -124,6 +125,8 @@ class LaggardGroup(dist.ProcessGroup):
         if not all(done.query() for done in self._last.values()):
             raise RuntimeError(f"{NAME}: shut down while a collective is in flight")
         self._jobs.put(None)
+        # While Python ends, a thread that frees the groups of gloo would abort the process.
+        self._thread.join()
 
     def _run(
         self,
@@ -143,8 +146,8 @@ class LaggardGroup(dist.ProcessGroup):
         size = sum(t.numel() * t.element_size() for t in (inputs or outputs))
 
         def job() -> None:
-            ready.synchronize()
             try:
+                ready.synchronize()
                 exchange(sent, received)
                 spend_exchange(size)
             except Exception as error:

@@ -36,7 +36,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from paceline import _core
-from paceline.comm.group import Group, PreparedAllReduce
+from paceline.comm.group import Group
+from paceline.comm.prepared_all_reduce import PreparedAllReduce
 from paceline.data_parallel.bucket import Bucket, ParamSlot
 from paceline.data_parallel.hooks import make_optimizer_copies_plain, replace_method
 from paceline.data_parallel.update.optimizer_state import HostState
