@@ -115,9 +115,9 @@ def hints_of_table() -> dict[str, str]:
 
 
 def write_table(results: dict[str, Result], known: dict[str, str]) -> None:
-    """Write the results of a complete run."""
+    """Write what is known about each mutant of the current code."""
     lines = [
-        "# The last complete run of the gate",
+        "# The gate: what each removed wait, record and hold was killed by",
         "",
         "Written by `python tests/device/mutants.py --table`. Each line is one place of the code"
         " (module, function, kind, what was removed), how the bug has shown itself, and the test"
@@ -128,7 +128,11 @@ def write_table(results: dict[str, Result], known: dict[str, str]) -> None:
     ]
     for name, result in results.items():
         test = f"`{result.killer.removeprefix('tests/device/')}`" if result.killer else ""
-        sign = result.sign if result.killer else f"equivalent: {known.get(name, '?')}"
+        sign = result.sign
+        if not result.is_complete:
+            sign = f"not tried with all tests yet ({len(result.passed)} have not seen it)"
+        elif not result.killer:
+            sign = f"equivalent: {known[name]}" if name in known else "SURVIVED"
         lines.append(f"| `` {name} `` | {sign.replace('|', '/')} | {test} |")
     TABLE.write_text("\n".join(lines) + "\n")
 
@@ -175,10 +179,10 @@ def main(arguments: list[str]) -> int:
     progress = Progress(suite(), hints_of_table())
     if options.table:
         results = {m.name: progress.result_of(m) for m in everything}
-        if left := sum(not result.is_complete for result in results.values()):
-            sys.exit(f"{left} mutants are not tried yet")
         write_table(results, equivalents())
-        return 0
+        left = sum(not result.is_complete for result in results.values())
+        print(f"{left} mutants of {len(results)} are not tried yet")
+        return 1 if left else 0
     if look_what_is_reached(progress, everything, until_s):
         try_all(progress, chosen, options.jobs, until_s)
     found = {m.name: progress.result_of(m) for m in chosen}
