@@ -38,13 +38,12 @@ cluster-test: $(STAMP)
 # A device for tests, a package of its own (testing/laggard/README.md). Only what changed is compiled again.
 # `make test` runs tests/device on fewer schedules.
 DEVICE := testing/laggard
-# Suites that run there as they are; the others use meshes, the sharded update or memory of the host.
-EQUIVALENCE := paces_equal_their_formulas
+# tests/equivalence/not_on_device.txt says which of its tests do not run there.
 device-test: $(STAMP)
 	$(BIN)/python $(DEVICE)/build.py
 	PYTHONPATH=$(abspath $(DEVICE)) $(BIN)/python -m pytest -p laggard.pytest_plugin $(DEVICE) $(ARGS)
 	PYTHONPATH=$(abspath $(DEVICE)) $(BIN)/python -m pytest -p laggard.pytest_plugin -rs tests/device $(ARGS)
-	TEST_ON_DEVICE=lazy $(BIN)/python -m pytest -q $(EQUIVALENCE:%=tests/equivalence/test_%.py)
+	TEST_ON_DEVICE=lazy $(BIN)/python -m pytest -q -rs -m "not slow" -o timeout=900 tests/equivalence
 
 # In an environment of its own: they are large, and nothing else needs them.
 .venv-schemas/bin/kubernetes-validate: | $(STAMP)

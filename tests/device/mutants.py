@@ -11,6 +11,7 @@ First all device tests run without a change, and note which places they reach. T
 the tests that reach its place run with one module replaced, until one fails: the test that failed
 last time first, then the quick ones. A mutant for which no test fails has survived. Those that
 change nothing are in equivalent_mutants.txt, with the reason; for any other a test is missing.
+mutation_progress.py says how long a result counts.
 
 A test that does not end fails at its time limit, and on a busy machine any test may. So a mutant
 counts as killed by that only if the same test ends without the change and once more not with it.
@@ -21,35 +22,27 @@ so a mutant costs what its tests cost.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from mutation_points import Mutant, all_mutants, files  # noqa: E402
+from mutation_points import Mutant, all_mutants  # noqa: E402
+from mutation_progress import Progress, Reached, Result  # noqa: E402
 from mutation_runs import NO_END, ROOT, changed_modules, reach, run_tests  # noqa: E402
+
+from support.ranks import ForkServer  # noqa: E402
 
 EQUIVALENT = HERE / "equivalent_mutants.txt"
 TABLE = HERE / "mutants.md"  # the last complete run
-STATE = ROOT / "build" / "laggard" / "mutants.json"  # of earlier calls
 # Tests of the harness and of choices say nothing about order.
+AT_ONCE = 8  # tests in one run of pytest
 LEFT_OUT = ("test_detection.py", "test_mutation.py", "test_doctor.py", "test_device_choice.py")
-
-
-@dataclass
-class Result:
-    killer: str  # the test that failed; "" if it survived
-    sign: str  # what it saw
-    seconds: float
 
 
 def equivalents() -> dict[str, str]:
@@ -70,28 +63,29 @@ def suite() -> list[str]:
     return [f"tests/device/{name}" for name in names]
 
 
-def try_mutant(mutant: Mutant, hint: str, tests: list[str]) -> Result:
-    """Run these tests on one mutant until one fails, the one that failed last time first."""
-    began = time.monotonic()
-    ordered = [hint, *(t for t in tests if t != hint)] if hint in tests else list(tests)
-    with changed_modules({mutant.path: mutant.source()}) as directory:
-        while ordered:
-            run = run_tests(directory, ordered, "-x")
-            if run.passed:
-                break
-            failed = run.failed or ordered[0]
-            if NO_END not in run.sign or _hangs_again(mutant, directory, failed):
-                return Result(failed, run.sign, time.monotonic() - began)
-            ordered = ordered[ordered.index(failed) + 1 :]  # of no use: the machine was busy
-    sign = "" if tests else "no test reaches it"
-    return Result("", sign, time.monotonic() - began)
-
-
 def attempt(
-    mutant: Mutant, hint: str, tests: list[str], until_s: float
-) -> tuple[Mutant, Result] | None:
-    """Try a mutant unless the time is over; in a process of the pool."""
-    return None if time.monotonic() > until_s else (mutant, try_mutant(mutant, hint, tests))
+    mutant: Mutant, result: Result, tests: list[str], until_s: float
+) -> tuple[Mutant, Result]:
+    """Run the next few of these tests on one mutant, unless the time is over; in a process of the
+    pool. `result` is how far earlier calls came.
+    """
+    began_s, left = time.monotonic(), [t for t in tests if t not in result.passed]
+    some = left[:AT_ONCE] if began_s < until_s else []
+    if some:
+        compile(mutant.source(), mutant.path, "exec")  # fails if the file was changed meanwhile
+        with changed_modules({mutant.path: mutant.source()}) as directory:
+            run = run_tests(directory, some, "-x")
+            failed = "" if run.passed else run.failed or some[0]
+            if failed and (NO_END not in run.sign or _hangs_again(mutant, directory, failed)):
+                result.killer, result.sign = failed, run.sign
+        # What did not end only because the machine was busy says nothing.
+        through = some.index(failed) + 1 if failed else len(some)
+        result.passed += [] if result.killer else some[:through]
+    result.is_complete = bool(result.killer) or len(result.passed) == len(tests)
+    if not tests:
+        result.sign = "no test reaches it"
+    result.seconds += time.monotonic() - began_s
+    return mutant, result
 
 
 def _hangs_again(mutant: Mutant, directory: Path, test: str) -> bool:
@@ -101,47 +95,16 @@ def _hangs_again(mutant: Mutant, directory: Path, test: str) -> bool:
     return not run_tests(directory, [test]).passed
 
 
-def fingerprint() -> str:
-    """Return a hash of all that a result depends on."""
-    digest = hashlib.sha256()
-    for path in (*files(), *(ROOT / name for name in suite())):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-class Progress:
-    """The results of earlier calls. They count if code and tests are the same; else as hints."""
-
-    def __init__(self) -> None:
-        state = json.loads(STATE.read_text()) if STATE.exists() else {}
-        now = fingerprint()
-        is_same = state.get("fingerprint") == now
-        self.hints: dict[str, str] = {**hints_of_table(), **state.get("hints", {})}
-        self.reached: dict[str, list[str]] = state["reached"] if is_same else {}
-        self.results = {
-            name: Result(**found) for name, found in (state["results"] if is_same else {}).items()
-        }
-        self._fingerprint = now
-
-    def note_reached(self, reached: dict[str, list[str]]) -> None:
-        self.reached = reached
-        self._write()
-
-    def add(self, mutant: Mutant, result: Result) -> None:
-        self.results[mutant.name] = result
-        if result.killer:
-            self.hints[mutant.name] = result.killer
-        self._write()
-
-    def _write(self) -> None:
-        state: dict[str, Any] = {
-            "fingerprint": self._fingerprint,
-            "hints": self.hints,
-            "reached": self.reached,
-            "results": {name: asdict(result) for name, result in self.results.items()},
-        }
-        STATE.parent.mkdir(parents=True, exist_ok=True)
-        STATE.write_text(json.dumps(state, indent=1))
+def look_what_is_reached(progress: Progress, mutants: list[Mutant], until_s: float) -> bool:
+    """Run the tests without a change, file by file; return whether all have run."""
+    for name in progress.files_to_reach():
+        if time.monotonic() > until_s:
+            return False
+        digest = progress.reach_digest(name)
+        progress.note_reached(name, Reached(digest, *reach(mutants, name)))
+        print(f"passes without a change: {name}", flush=True)
+    ForkServer.shut_down()  # it would be shared by the processes that try mutants
+    return True
 
 
 def hints_of_table() -> dict[str, str]:
@@ -152,9 +115,9 @@ def hints_of_table() -> dict[str, str]:
 
 
 def write_table(results: dict[str, Result], known: dict[str, str]) -> None:
-    """Write the results of a complete run."""
+    """Write what is known about each mutant of the current code."""
     lines = [
-        "# The last complete run of the gate",
+        "# The gate: what each removed wait, record and hold was killed by",
         "",
         "Written by `python tests/device/mutants.py --table`. Each line is one place of the code"
         " (module, function, kind, what was removed), how the bug has shown itself, and the test"
@@ -165,25 +128,27 @@ def write_table(results: dict[str, Result], known: dict[str, str]) -> None:
     ]
     for name, result in results.items():
         test = f"`{result.killer.removeprefix('tests/device/')}`" if result.killer else ""
-        sign = result.sign if result.killer else f"equivalent: {known.get(name, '?')}"
+        sign = result.sign
+        if not result.is_complete:
+            sign = f"not tried with all tests yet ({len(result.passed)} have not seen it)"
+        elif not result.killer:
+            sign = f"equivalent: {known[name]}" if name in known else "SURVIVED"
         lines.append(f"| `` {name} `` | {sign.replace('|', '/')} | {test} |")
     TABLE.write_text("\n".join(lines) + "\n")
 
 
-def judge(
-    results: dict[str, Result], wanted: list[str], known: dict[str, str], *, is_all: bool
-) -> int:
+def judge(results: dict[str, Result], known: dict[str, str], *, is_all: bool) -> int:
     """Print survivors, and entries of the list that are wrong; return the exit status."""
-    tried = {name: result for name, result in results.items() if name in wanted}
+    tried = {name: result for name, result in results.items() if result.is_complete}
     survived = {name for name, result in tried.items() if not result.killer}
     missing = sorted(survived - known.keys())
     killed = sorted(name for name in known if name in tried and tried[name].killer)
-    gone = sorted(known.keys() - set(wanted)) if is_all else []
+    gone = sorted(known.keys() - results.keys()) if is_all else []
     hung = sum(NO_END in result.sign for result in tried.values() if result.killer)
     print(
-        f"{len(wanted)} mutants: {len(tried) - len(survived)} killed ({hung} because a test did"
+        f"{len(results)} mutants: {len(tried) - len(survived)} killed ({hung} because a test did"
         f" not end), {len(survived & known.keys())} equivalent, {len(missing)} survived,"
-        f" {len(wanted) - len(tried)} not tried yet"
+        f" {len(results) - len(tried)} not tried yet"
     )
     for title, names in (
         ("survived, and no test is known to see it", missing),
@@ -210,34 +175,42 @@ def main(arguments: list[str]) -> int:
             print(f"{mutant.path.relative_to(ROOT)}:{mutant.line}: {mutant.name}")
         print(f"{len(chosen)} mutants")
         return 0
-    progress, began_s = Progress(), time.monotonic()
-    left = [mutant for mutant in chosen if mutant.name not in progress.results]
+    until_s = time.monotonic() + options.seconds
+    progress = Progress(suite(), hints_of_table())
     if options.table:
-        if left:
-            sys.exit(f"{len(left)} mutants are not tried yet")
-        in_order = {m.name: progress.results[m.name] for m in everything}
-        write_table(in_order, equivalents())
-        return 0
-    if left and not progress.reached:
-        progress.note_reached(reach(everything, suite()))
+        results = {m.name: progress.result_of(m) for m in everything}
+        write_table(results, equivalents())
+        left = sum(not result.is_complete for result in results.values())
+        print(f"{left} mutants of {len(results)} are not tried yet")
+        return 1 if left else 0
+    if look_what_is_reached(progress, everything, until_s):
+        try_all(progress, chosen, options.jobs, until_s)
+    found = {m.name: progress.result_of(m) for m in chosen}
+    return judge(found, equivalents(), is_all=chosen == everything)
 
-    until_s = began_s + options.seconds
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:
-        running = [
-            pool.submit(
-                attempt, m, progress.hints.get(m.name, ""), progress.reached[m.name], until_s
-            )
-            for m in left
-        ]
-        for ended in as_completed(running):
-            if (found := ended.result()) is None:
-                continue
-            mutant, result = found
-            progress.add(mutant, result)
-            state = f"{result.sign} in {result.killer}" if result.killer else "SURVIVED"
-            print(f"{result.seconds:5.0f} s  {mutant.name}: {state}", flush=True)
-    names = [mutant.name for mutant in chosen]
-    return judge(progress.results, names, equivalents(), is_all=chosen == everything)
+
+def try_all(progress: Progress, mutants: list[Mutant], jobs: int, until_s: float) -> None:
+    """Try the mutants without a result: first those that a known test kills, and each with a few
+    tests before any gets more.
+    """
+    known = equivalents()
+
+    def is_left(mutant: Mutant) -> bool:
+        return not progress.result_of(mutant).is_complete
+
+    order = sorted(mutants, key=lambda m: (m.name in known, m.name not in progress.hints))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+        while (left := list(filter(is_left, order))) and time.monotonic() < until_s:
+            running = [
+                pool.submit(attempt, m, progress.result_of(m), progress.tests_of(m), until_s)
+                for m in left
+            ]
+            for ended in as_completed(running):
+                mutant, result = ended.result()
+                progress.note(mutant, result)
+                if result.is_complete:
+                    state = f"{result.sign} in {result.killer}" if result.killer else "SURVIVED"
+                    print(f"{result.seconds:5.0f} s  {mutant.name}: {state}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ A mutant is one file with one change:
     record   an event is not recorded           `event.record(stream)`, `mark(device)`
              a gradient's stream is not noted   `streams.note()`, `ReadyHook(..., streams)`
     stream   a stream does not wait             `stream.wait_event(e)`, `bucket.join_streams()`
-    host     a host thread does not wait        `event.synchronize()`, `errand.wait()`
+    host     a host thread does not wait        `event.synchronize()`, `errand.wait()`; of
+                                                `start().wait()` the first call stays
     query    an event is said to be complete    `event.query()`, `copied.done()`
     hold     a reference is not held            `x.record_stream(s)`, `Copied(..., memory)`
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -70,11 +72,13 @@ def _module_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
-def files() -> list[Path]:
+@cache
+def files() -> tuple[Path, ...]:
     """Return the modules that know devices, and those that import them."""
     everything = sorted(SOURCE.glob("paceline/**/*.py"))
+    about = {_module_of(p) for p in everything if _is_about_devices(p)}
     # Choosing a device and checking a machine order nothing.
-    return [p for p in everything if "cli" not in p.parts and _knows_devices(p)]
+    return tuple(p for p in everything if "cli" not in p.parts and _knows_devices(p, about))
 
 
 def all_mutants() -> list[Mutant]:
@@ -82,10 +86,10 @@ def all_mutants() -> list[Mutant]:
     return [mutant for path in files() for mutant in mutants_of(path)]
 
 
-def _knows_devices(path: Path) -> bool:
+def _knows_devices(path: Path, about: set[str]) -> bool:
+    """`about`: the modules about devices."""
     if _is_about_devices(path) or _is_also(path):
         return True
-    about = {_module_of(p) for p in SOURCE.glob("paceline/**/*.py") if _is_about_devices(p)}
     imported = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -155,13 +159,14 @@ def _changes(
     ):
         yield "record", node, "None"
     elif name in STREAM_WAITS or (name == "join" and _is_like(receiver, STREAMS_NAMES)):
-        yield "stream", node, "None"
+        yield "stream", node, _without_the_wait(node)
     elif name in HOST_WAITS | RELEASES or (
         name in ("settle", "wait_for") and _is_like(receiver, ROUTE_NAMES)
     ):
-        yield "host", node, "None"
+        yield "host", node, _without_the_wait(node)
     elif name == "wait" and (is_device_module or _is_like(receiver, names)):
-        yield "host", node, "(True)" if receiver.endswith("_ended") else "None"
+        is_asked = receiver.endswith("_ended")  # whether the wait came to an end in time
+        yield "host", node, "(True)" if is_asked else _without_the_wait(node)
     elif name == "query" or (
         name == "done" and receiver and (is_device_module or _is_like(receiver, ERRAND_NAMES))
     ):
@@ -170,8 +175,15 @@ def _changes(
         yield "hold", node, "None"
     elif name == "ReadyHook":
         yield "record", node.args[-1], "None"
-    elif name in HOLDERS:
+    elif name in HOLDERS and len(node.args) > 1:
         yield from _memory_of(node.args[-1])
+
+
+def _without_the_wait(node: ast.Call) -> str:
+    """Return what stays of a call that waits: what starts the operation that it waits for."""
+    receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
+    starts = receiver is not None and any(isinstance(n, ast.Call) for n in ast.walk(receiver))
+    return f"({ast.unparse(receiver)})" if starts and receiver is not None else "None"
 
 
 def _memory_of(memory: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:

@@ -107,7 +107,9 @@ SIGNS = (
     (r"touched (?:pinned|device) memory", "touch of closed memory"),
     (r"unregistered while a copy", "memory unregistered under a copy"),
     (r"did not end within|Timeout|longer than \S+ s", NO_END),
+    (r"^E +.*?error (\w+\(.*)", ""),  # of a rank
     (r"^E +(.*(?:Error|assert).*)", ""),
+    (r"^E +rank \d+ (ended with -?[1-9]\d*)", ""),
 )
 
 
@@ -119,31 +121,29 @@ def sign_of(output: str) -> str:
     return "no sign"
 
 
-def reach(mutants: Sequence[Mutant], tests: Sequence[str]) -> dict[str, list[str]]:
-    """Run all tests without a change; return by mutant the tests that reach its place, the quick
-    ones first. Ends the program if a test fails.
+def reach(
+    mutants: Sequence[Mutant], test_file: str
+) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """Run a file of tests without a change; return by mutant the tests that reach its place, and by
+    test how long it took. Ends the program if a test fails.
     """
     numbers = {mutant.name: number for number, mutant in enumerate(mutants)}
+    names = list(numbers)
     sources = {
         path: _instrumented(path, list(group), numbers)
         for path, group in groupby(mutants, key=lambda mutant: mutant.path)
     }
     with changed_modules(sources) as directory:
-        run = run_tests(directory, tests)
+        run = run_tests(directory, [test_file])
         noted = directory / "reached"
         lines = noted.read_text().splitlines() if noted.exists() else []
-    ForkServer.shut_down()  # it would be shared by the processes that try mutants
     if not run.passed:
         sys.exit(f"the tests fail without a change: {run.failed} ({run.sign})")
-    seconds_of = run.seconds_of or {}
-    by_number: dict[int, set[str]] = {}
-    for line in lines:
+    tests_of: dict[str, list[str]] = {}
+    for line in dict.fromkeys(lines):
         number, _, test = line.partition("\t")
-        by_number.setdefault(int(number), set()).add(test)
-    return {
-        name: sorted(by_number.get(number, ()), key=lambda test: seconds_of.get(test, 1e9))
-        for name, number in numbers.items()
-    }
+        tests_of.setdefault(names[int(number)], []).append(test)
+    return tests_of, run.seconds_of or {}
 
 
 def _instrumented(path: Path, mutants: Sequence[Mutant], numbers: dict[str, int]) -> str:

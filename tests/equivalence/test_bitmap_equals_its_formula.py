@@ -17,6 +17,7 @@ from paceline.data_parallel.training import Training
 from paceline.runtime.job import current
 from support import receive, report, run_ranks
 from support.elastic import elastic_job
+from support.on_device import on_host
 
 STEPS = 12
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}  # float64; sums of sizes in another order
@@ -110,7 +111,7 @@ def repeat_votes(group: Group, paces: list[str]) -> list[tuple[Flat, Flat]]:
         model = make_model()
         model, optimizer = pl.distribute(model, sgd(model), pace=pace)
         reducer = training_of(model).reducer
-        voters = reducer._exchange._method.voters.values()
+        voters = on_host(reducer._exchange)._method.voters.values()
         for step in range(STEPS):
             loss_of(model, pl.rank(), step).backward()
             before = [(voter.vote_state.signs.clone(), voter.vote_state.scale) for voter in voters]
@@ -222,7 +223,7 @@ def count_bytes(group: Group, pace: str) -> tuple[int, int]:
     del group
     model = nn.Sequential(nn.Linear(1000, 130), nn.Linear(130, 77))
     model, optimizer = pl.distribute(model, sgd(model), pace=pace)
-    vote = training_of(model).reducer._exchange
+    vote = on_host(training_of(model).reducer._exchange)
     before = current().fabric.engine.bytes_sent()
     for _ in range(VOTES):
         model(torch.ones(4, 1000)).sum().backward()

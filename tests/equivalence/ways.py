@@ -7,6 +7,7 @@ buffers, gradients, losses, the optimizer's state. `require_equal` compares two 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,18 @@ class Way:
 
 
 Script = Callable[[Way], Result]
+
+# They write through `.data`, which servers notice on the CPU only (docs/guides/devices.md).
+UNSEEN_ON_DEVICE = ("clip_behind_autograd", "clamped_parameters", "decayed_before_the_step")
+# A loss on the CPU has a scale there, and torch reads it with the device's flags without a wait.
+SCALED_ON_CPU = ("grad_scaler",)
+
+
+def applicable(scripts: Mapping[str, Script]) -> dict[str, Script]:
+    """Return the scripts that give the same bits through servers where the models are."""
+    is_there = "TEST_ON_DEVICE" in os.environ
+    left_out = (*UNSEEN_ON_DEVICE, *SCALED_ON_CPU) if is_there else ()
+    return {name: script for name, script in scripts.items() if name not in left_out}
 
 
 def result_of(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> Result:

@@ -27,6 +27,7 @@ from support.body import pack
 from support.environs import Hosts, job_environs
 
 TESTS = Path(__file__).resolve().parents[1]
+SLOWER_ON_DEVICE = 5  # how much longer ranks may take there
 
 
 @dataclass
@@ -219,6 +220,7 @@ class Ranks:
     def wait(self, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
         """Wait until these ranks (default: all) have ended; return what became of them."""
         chosen = range(len(self._processes)) if ranks is None else ranks
+        timeout_s *= SLOWER_ON_DEVICE if os.environ.get("TEST_ON_DEVICE") else 1
         if not self._watch(lambda: all(map(self._has_ended, chosen)), timeout_s):
             self._fail(f"ranks did not end within {timeout_s:g} s")
         return [self._settle(rank) for rank in chosen]

@@ -67,7 +67,7 @@ def bits(tensor: torch.Tensor | np.ndarray) -> bytes:
         return tensor.tobytes()
     if tensor.numel() == 0:
         return b""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def require_same(found: torch.Tensor | np.ndarray, expected: torch.Tensor, what: str) -> None:

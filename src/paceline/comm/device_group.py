@@ -105,9 +105,10 @@ class DeviceGroup:
 class StreamResult:
     """An exchange on streams; a Handle (runtime/work.py). `wait` lets the current stream wait."""
 
-    def __init__(self, done: torch.Event, memory: object) -> None:
+    def __init__(self, done: torch.Event, memory: object = None) -> None:
+        """`memory`: what the exchange still uses; freed with the result, which was waited for."""
         self._done = done
-        self._memory = memory  # until the device is done with it
+        self._memory = memory
 
     def done(self) -> bool:
         return self._done.query()

@@ -28,15 +28,15 @@ class PowerSGDOnDevice:
         self._matrices, self._layout = reduction.matrices, reduction.layout
         self._lefts, self._left_memory = reduction.empty_factors(0, device)
         self._rights, self._right_memory = reduction.empty_factors(1, device)
-        self._last: StreamResult | None = None
 
     @torch.no_grad()
     def submit(self, grads: torch.Tensor, averaged: torch.Tensor, step: int) -> StreamResult:
-        """Start to compute the mean of the workers' gradients; return a Handle."""
+        """Start to compute the mean of the workers' gradients; return a Handle.
+
+        It writes the residual: the current stream waits for it before the next call.
+        """
         reduction, collectives = self._reduction, self._collectives
         reduction.take_encoded(step)
-        if self._last is not None:
-            self._last.wait()  # it writes the residual
         begin, wanted = reduction.begin, reduction.wanted
         for number, matrix in enumerate(self._matrices):
             own = matrix.span.of(wanted)
@@ -57,8 +57,7 @@ class PowerSGDOnDevice:
             self._layout.unpack_small(small.div_(collectives.size), averaged)
             done.record(self._after)
         reduction.account_step(collectives.size)
-        self._last = StreamResult(done, (grads, averaged, small))
-        return self._last
+        return StreamResult(done, small)
 
     def _finish(self, averaged: torch.Tensor) -> None:
         """Continue on the current stream with the sum of the left factors."""

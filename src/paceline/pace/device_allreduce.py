@@ -11,7 +11,6 @@ Where a model has parameters on the CPU and on a device, each bucket goes its ow
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +34,8 @@ class DeviceAllReduce(Exchange):
     """Averages gradients with the device's own backend.
 
     The mean is computed in one place: sums are divided on a stream of this exchange, after the
-    backend has added and while backward continues.
+    backend has added and while backward continues. It is memory of the bucket, which lives on until
+    the stream that frees it has waited for the result.
     """
 
     traits = replace(COMPOUND, work_is_whole=True, checks_late=True)
@@ -44,7 +44,6 @@ class DeviceAllReduce(Exchange):
         self._collectives = collectives
         self._mask = MaskAverage(group)
         self._after = torch.Stream(collectives.device)  # divides
-        self._in_flight: deque[StreamResult] = deque()
 
     def submit(self, bucket: Bucket, step: int) -> Handle:  # noqa: ARG002
         with naming_errors(self._collectives.owner, self._collectives.device):
@@ -64,11 +63,7 @@ class DeviceAllReduce(Exchange):
             if not is_narrow:
                 averaged.div_(size)
             done.record(self._after)
-        result = StreamResult(done, averaged)
-        while self._in_flight and self._in_flight[0].done():
-            self._in_flight.popleft()
-        self._in_flight.append(result)
-        return result
+        return StreamResult(done)
 
     def reduce_used_mask(self, here: torch.Tensor) -> torch.Tensor:
         return self._mask.average(here)

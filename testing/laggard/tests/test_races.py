@@ -109,9 +109,27 @@ def test_a_freed_block_that_another_stream_still_reads_is_a_race(side):
     with side:
         z = x + 1
     del x
+    assert not laggard.take_races()
+    torch.empty(7, device="laggard")  # an allocator may cut the block for it
     assert [race.later for race in laggard.take_races()] == ["free"]
     side.synchronize()
     del z
+
+
+def test_a_freed_block_may_be_used_again_after_a_wait(side):
+    """As FSDP does: it frees memory of its own streams, which wait before they get more."""
+    with side:
+        x = torch.ones(1000, device="laggard")
+    current().wait_stream(side)
+    z = x + 1
+    del x  # `current()` may still read it
+    torch.empty(1000, device="laggard")  # is memory of another stream
+    side.wait_stream(current())
+    with side:
+        torch.full((1000,), 7.0, device="laggard")
+    side.synchronize()
+    assert not laggard.take_races()
+    assert z[0].item() == 2.0
 
 
 def test_record_stream_keeps_a_freed_block(side):

@@ -51,7 +51,7 @@ def test_lazy_shows_a_missing_stream_wait_each_time():
 
 def test_lazy_shows_a_missing_event_record():
     with laggard.lazy_schedule():
-        assert all(map(math.isnan, add_on_a_side_stream_by_event(record=False)))
+        assert add_on_a_side_stream_by_event(record=False) != RIGHT  # NaN, or what was there
         assert add_on_a_side_stream_by_event(record=True) == RIGHT
 
 

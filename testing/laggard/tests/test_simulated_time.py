@@ -123,7 +123,7 @@ def test_a_loop_of_queries_comes_to_an_end():
         asked = 1
         while not event.query():
             asked += 1
-    assert 190 <= asked <= 200  # 1 ms in steps of 5 microseconds
+    assert 190 <= asked <= 210  # 1 ms in steps of 5 microseconds
 
 
 def test_work_of_the_host_counts_by_its_processor_time():

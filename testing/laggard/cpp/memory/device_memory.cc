@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <map>
+#include <utility>
 
 #include "order/launch.h"
 
@@ -33,11 +34,17 @@ struct Waiting {
   std::vector<CompletionPtr> uses;
 };
 
+struct Freed {
+  Block* block;
+  PythonStack stack;
+};
+
 // All of this is guarded by the device lock.
 Arena arenas[kDevices];
 std::map<const char*, Block*> blocks;                               // live and free ones, by address
 std::map<std::pair<int, size_t>, std::vector<Block*>> free_blocks;  // by stream and size; the last is reused first
 std::vector<Waiting> waiting;
+std::map<int, std::vector<Freed>> freed;  // by stream; not yet poisoned
 std::array<int64_t, kDevices> allocated{}, peak{};
 
 void map_arena(Arena& arena) {
@@ -61,10 +68,19 @@ void poison(Block* block, const char* why, PythonStack stack) {
   launch_locked({block->stream, why, {{all, true}}, fill, {}, /*delayed=*/false, {}, nullptr, std::move(stack)});
 }
 
+// The block may be used again by what its stream is given next, and no earlier: a stream that waits for
+// others before its next allocation is right, as it is with CUDA's allocator (FSDP relies on it).
 void make_free(Block* block, PythonStack stack) {
-  poison(block, "free", std::move(stack));
   block->other_streams.clear();
-  free_blocks[{block->stream, block->bytes}].push_back(block);
+  freed[block->stream].push_back({block, std::move(stack)});
+}
+
+// Called before an allocation, of any size: an allocator may cut freed blocks and join them.
+void reuse_freed(int stream) {
+  for (auto& [block, stack] : std::exchange(freed[stream], {})) {
+    poison(block, "free", std::move(stack));
+    free_blocks[{block->stream, block->bytes}].push_back(block);
+  }
 }
 
 void free_block(void* context) {
@@ -116,6 +132,7 @@ struct Allocator final : c10::DeviceAllocator {
     collect_waiting();
     bytes = (bytes + kUnit - 1) / kUnit * kUnit;
     const int stream = current_stream(device);
+    reuse_freed(stream);
     auto& reusable = free_blocks[{stream, bytes}];
     Block* block = nullptr;
     if (reusable.empty()) {
