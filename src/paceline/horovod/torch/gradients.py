@@ -29,7 +29,7 @@ from paceline.data_parallel.bucket_allocator import BucketAllocator
 from paceline.data_parallel.direct_gradients import compute_as_usual, compute_in_bucket
 from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
-from paceline.errors import UsageError
+from paceline.errors import CollectiveMismatch, HorovodInternalError, UsageError
 from paceline.horovod import session
 from paceline.horovod.handles import Pending, translated
 from paceline.horovod.process_sets import ProcessSet
@@ -41,8 +41,10 @@ from paceline.runtime.work import Handle
 
 _BUCKET_MB = 16.0
 
-# A parameter belongs to the newest optimizer that has it.
+# A parameter belongs to the newest optimizer that has it. References are weak: an exchange refers
+# to its parameters.
 _exchanges = WeakIdKeyDictionary()
+_alive = weakref.WeakSet["GradientExchange"]()
 
 
 class NamedReductions(Exchange):
@@ -59,29 +61,45 @@ class NamedReductions(Exchange):
 
     def submit(self, bucket: Any, step: int) -> Handle:  # noqa: ARG002
         name = f"{self._prefix}.{bucket.label}"
+        params = ", ".join(f"{slot.name} {list(slot.segment.shape)}" for slot in bucket.slots)
         sent, context = self._compression.compress(bucket.grads)
         if sent is bucket.grads:
-            return _Waiting(self._start(sent, bucket.averaged, name))
-        pending = self._start(sent, torch.empty_like(sent), name)
+            return _Waiting(self._start(sent, bucket.averaged, name, params), params)
+        pending = self._start(sent, torch.empty_like(sent), name, params)
         return _Waiting(
-            pending, lambda out: bucket.averaged.copy_(self._compression.decompress(out, context))
+            pending,
+            params,
+            lambda out: bucket.averaged.copy_(self._compression.decompress(out, context)),
         )
 
-    def _start(self, sent: torch.Tensor, out: torch.Tensor, name: str) -> Pending:
-        return start.start_allreduce(sent, out, name, self._op, self._scales, self._process_set)
+    def _start(self, sent: torch.Tensor, out: torch.Tensor, name: str, params: str) -> Pending:
+        # Gradients of other shapes may fill a bucket of the same size: the shapes are compared.
+        return start.start_allreduce(
+            sent, out, name, self._op, self._scales, self._process_set, described=params
+        )
 
 
 class _Waiting:
     """A Pending as the reducer waits for it."""
 
-    def __init__(self, pending: Pending, use: Callable[[Any], object] = lambda _: None) -> None:
-        self._pending, self._use = pending, use
+    def __init__(
+        self, pending: Pending, params: str, use: Callable[[Any], object] = lambda _: None
+    ) -> None:
+        self._pending, self._params, self._use = pending, params, use
 
     def done(self) -> bool:
         return self._pending.done()
 
     def wait(self, timeout_s: float | None = None) -> object:  # noqa: ARG002
-        return self._use(self._pending.result())
+        try:
+            return self._use(self._pending.result())
+        except HorovodInternalError as error:
+            if not isinstance(error.__cause__, CollectiveMismatch):
+                raise
+            raise HorovodInternalError(
+                f"{error} This rank's gradients in it: {self._params}. Every rank must give its"
+                " DistributedOptimizer parameters of the same names, shapes and order."
+            ) from error.__cause__
 
     def error(self) -> Exception | None:
         return None
@@ -172,24 +190,37 @@ class GradientExchange:
         self._sparse_as_dense = sparse_as_dense
         self._counts: dict[nn.Parameter, int] = {}  # backward passes since the last exchange
         self._reducer: OpenReducer | None = None
-        self._incarnation = -1
         self._sparse: list[nn.Parameter] = []
         self._owners = _Owners(names)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._count_only) for p in names]
+        self._hooks: list[Any] = []
+        self._count_before_first_run()
         self._is_retired = False
         for param in names:
-            older = _exchanges.get(param)
+            older = _exchanges.get(param, lambda: None)()
             if older is not None:
                 older.retire()
-            _exchanges[param] = self
+            _exchanges[param] = weakref.ref(self)
+        _alive.add(self)
 
     @property
     def has_gradients(self) -> bool:
         """Whether backward has made gradients that have not been exchanged."""
         return bool(self._counts)
 
-    def _count_only(self, param: nn.Parameter) -> None:
-        self._is_due(param)
+    def _count_before_first_run(self) -> None:
+        trainable = [param for param in self._names if param.requires_grad]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._counter()) for p in trainable]
+
+    def _counter(self) -> Callable[[nn.Parameter], None]:
+        """Return a hook that does not keep this object: torch never frees what a hook refers to."""
+        here = weakref.ref(self)
+
+        def count(param: nn.Parameter) -> None:
+            exchange = here()
+            if exchange is not None:
+                exchange._is_due(param)
+
+        return count
 
     def _is_due(self, param: nn.Parameter) -> bool:
         """Count a gradient; return whether the parameter has those of all passes."""
@@ -235,8 +266,6 @@ class GradientExchange:
                 " later; step with that one"
             )
         params = [p for group in self._owner.param_groups for p in group["params"]]
-        if self._incarnation != session.incarnation():
-            self._take_down()
         if self._reducer is None:
             self._set_up(params)
         else:
@@ -284,7 +313,6 @@ class GradientExchange:
             job.fabric.engine, alone, self._owner, bucket_mb=_BUCKET_MB, is_shared=False
         )
         self._reducer = OpenReducer(alone, self._exchange, self._is_due)
-        self._incarnation = session.incarnation()
         self._owners.stop()
         self._add_new(params)
         self._reducer.open_pass()
@@ -300,9 +328,9 @@ class GradientExchange:
         ]
         if not new:
             return
-        sparse = [] if self._sparse_as_dense else [p for p in new if self._is_sparse(p)]
-        self._sparse += sparse
-        self._hooks += [p.register_post_accumulate_grad_hook(self._count_only) for p in sparse]
+        sparse = set() if self._sparse_as_dense else {p for p in new if self._is_sparse(p)}
+        self._sparse += [param for param in new if param in sparse]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._counter()) for p in sparse]
         dense = [
             NamedParameter(self._names.setdefault(p, f"parameter {number}"), p)
             for number, p in enumerate(new)
@@ -326,10 +354,13 @@ class GradientExchange:
         has_sparse = param.grad is not None and param.grad.layout is not torch.strided
         return has_sparse or param in self._owners.sparse
 
-    def _take_down(self) -> None:
-        """Release the buckets of an earlier job."""
-        if self._reducer is not None:
-            self._release()
+    def leave_job(self) -> None:
+        """Release the buckets; those of the next job are made at its first `synchronize()`."""
+        if self._is_retired:
+            return
+        self._release()
+        self._counts.clear()
+        self._count_before_first_run()
 
     def _release(self) -> None:
         if self._reducer is not None:
@@ -341,6 +372,14 @@ class GradientExchange:
         self._hooks.clear()
         for module in self._owners.modules:
             compute_as_usual(module)
+
+
+def _leave_job() -> None:
+    for exchange in list(_alive):
+        exchange.leave_job()
+
+
+session.at_shutdown(_leave_job)
 
 
 class _Owners:
