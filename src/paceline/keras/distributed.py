@@ -189,6 +189,13 @@ def _watch_fit(model: Any, exchange: Any) -> None:
             )
         return type(model).make_train_function(model, *arguments, **named)
 
+    def build(iterator: Any = None, data_batch: Any = None) -> None:  # noqa: ARG001
+        if iterator is not None and not model.trainable_variables:
+            model._symbolic_build(iterator=iterator)
+
+    if hasattr(type(model), "_maybe_symbolic_build"):
+        # TensorFlow makes the weights in the first step. They have values only after it.
+        object.__setattr__(model, "_maybe_symbolic_build", build)
     fit.__doc__ = plain.__doc__
     fit.exchange = exchange  # type: ignore[attr-defined]
     object.__setattr__(model, "fit", fit)

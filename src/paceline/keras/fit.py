@@ -44,8 +44,6 @@ class _Steps:
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         exchange: Any = self._exchange
-        if not self.model.trainable_variables:
-            return  # the first step makes the weights, and begins
         if not exchange.has_begun:
             exchange.begin()
         if not self.model.optimizer.built:
@@ -55,15 +53,9 @@ class _Steps:
             broadcast(self.model)
             make_seeds_differ(self.model, current().world.rank)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        if not self._exchange.has_prepared:
-            self._exchange.has_prepared = True
-            make_seeds_differ(self.model, current().world.rank)
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         self._has_ended = False
-        if self._exchange.has_begun:
-            self._exchange.report_rate(float(self.model.optimizer.learning_rate))
+        self._exchange.report_rate(float(self.model.optimizer.learning_rate))
 
     def on_test_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         self._end_steps()
