@@ -83,11 +83,11 @@ def begin(
 
 
 def _leave(model: weakref.ref[nn.Module]) -> None:
-    """Let a model be freed when the script drops it; the job is left."""
+    """Let a model be freed when the script drops it: torch keeps what a hook refers to."""
     alive = model()
     switcher = None if alive is None else _switchers.pop(alive, None)
     if switcher is not None:
-        switcher.training.reducer.leave()
+        switcher.training.reducer.close()
 
 
 def distributed() -> list[tuple[nn.Module, PaceSwitcher]]:

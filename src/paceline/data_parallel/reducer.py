@@ -59,7 +59,7 @@ class Reducer:
         self._elastic = elastic
         self._policy = policy
         self._traits = exchange.traits  # for the current pass
-        self._is_left = False  # pl.shutdown() was called
+        self._is_closed = False  # by pl.shutdown()
         self._is_broken = False  # a worker was lost: what was submitted must be submitted again
         self._has_caught_up = False
         self._unit_stops = False
@@ -105,15 +105,11 @@ class Reducer:
         self.weighting.cover(self.params)
 
     def close(self) -> None:
-        """Remove all hooks; between two backward passes only."""
+        """Remove all hooks, for good; between two backward passes only."""
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self.weighting.close()
-
-    def leave(self) -> None:
-        """Remove all hooks: the job is left. torch never frees a parameter that its hook holds."""
-        self.close()
-        self._is_left = True
 
     def averages(self) -> Iterator[torch.Tensor]:
         """Yield the gradients that the workers agreed on in the last exchange, as flat tensors."""
@@ -224,7 +220,7 @@ class Reducer:
 
     def exchange_now(self) -> None:
         """Exchange what has been accumulated locally, outside of any backward pass."""
-        if self._is_left:
+        if self._is_closed:
             raise refusals.left_job(self._group.rank)
         self._begin()
         self._end_pass()
@@ -386,7 +382,7 @@ class Reducer:
 
     def require_finished(self) -> None:
         """Raise if gradients have not been averaged; called before a step."""
-        if self._is_left:
+        if self._is_closed:
             raise refusals.left_job(self._group.rank)
         if self._active:
             raise refusals.unfinished_pass(self._group.rank)

@@ -24,7 +24,8 @@ from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.reductions import Average, check_gradient_op
 from paceline.horovod.torch.compression import Compression, check_compression
 from paceline.horovod.torch.functions import in_place
-from paceline.horovod.torch.gradients import GradientExchange, NamedReductions
+from paceline.horovod.torch.gradients import GradientExchange
+from paceline.horovod.torch.named_reductions import NamedReductions
 from paceline.horovod.torch.paced import pace_optimizer
 
 _numbers = itertools.count()  # of optimizers; the same on all ranks
