@@ -15,6 +15,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--kill-rank-at", type=int, default=-1, help="rank 1 ends at this batch")
+parser.add_argument("--until-joined", action="store_true", help="train until a worker has joined")
 args = parser.parse_args()
 
 hvd.init()
@@ -36,7 +37,7 @@ model.fit(dataset, steps_per_epoch=1, epochs=1, verbose=0)
 
 class KillRank(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        if batch == args.kill_rank_at and hvd.rank() == 1 and hvd.size() == 3:
+        if batch == args.kill_rank_at and hvd.rank() == 1 and state.fewest == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -45,6 +46,8 @@ class Show(tf.keras.callbacks.Callback):
         if hvd.rank() == 0:
             text = f"epoch {state.epoch}: {hvd.size()} workers, accuracy {logs['accuracy']:.2f}"
             print(text, flush=True)
+        if args.until_joined and hvd.size() > state.fewest:
+            self.model.stop_training = True  # on all workers: they have the same state
 
 
 @hvd.elastic.run
@@ -52,7 +55,7 @@ def train(state):
     model.fit(
         dataset,
         steps_per_epoch=args.steps // hvd.size(),
-        epochs=args.epochs - state.epoch,
+        epochs=1_000_000 if args.until_joined else args.epochs - state.epoch,
         verbose=0,
         callbacks=[
             KillRank(),
@@ -66,10 +69,11 @@ def train(state):
 
 def on_state_reset():
     opt.learning_rate = 0.001 * hvd.size()
+    state.fewest = min(state.fewest, hvd.size())
     if hvd.rank() == 0:
         print(f"continues with {hvd.size()} workers", flush=True)
 
 
-state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+state = hvd.elastic.KerasState(model, batch=0, epoch=0, fewest=hvd.size())
 state.register_reset_callbacks([on_state_reset])
 train(state)

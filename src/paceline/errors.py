@@ -167,6 +167,9 @@ class JobOver(PeerError):
 class HorovodInternalError(PacelineError):
     """An operation of `paceline.horovod` failed: ranks disagree, or a rank was lost."""
 
+    # The loss or change of workers that caused it. Keras removes the `__cause__` of what it passes.
+    peer_error: PeerError | None = None
+
 
 class ProtocolError(PacelineError):
     """Peers do not follow the same protocol: a bug or version skew."""

@@ -212,6 +212,38 @@ def saved_model() -> None:
     loaded.fit(*data(), verbose=0)
 
 
+def compiled_again() -> None:
+    """After another compile a model must be distributed again; it then trains as before."""
+    alone, model = ways = [same_start(make()), same_start(make())]
+    for one in ways:
+        one.layers[0].trainable = False
+        one.compile(keras.optimizers.SGD(0.05), "mse")
+    pk.distribute(model)
+    fit_alone(alone, epochs=1)
+    fit_mine(model, epochs=1)
+    for one in ways:
+        one.layers[0].trainable = True
+        one.compile(keras.optimizers.Adam(0.01), "mse")
+    x, y = data()
+    refused(lambda: fit_mine(model, epochs=1), "once more")
+    refused(lambda: model.train_on_batch(x[:8], y[:8]), "once more")
+    pk.distribute(model)
+    fit_alone(alone, epochs=1)
+    fit_mine(model, epochs=1)
+    assert_close(model, alone)
+    assert_same_everywhere(model)
+
+
+def without_weights() -> None:
+    """A model that has no weights before its first step begins with that step."""
+    keras.utils.set_random_seed(pl.rank())
+    model = keras.Sequential([keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    pk.distribute(model)
+    fit_mine(model, epochs=1)
+    assert_same_everywhere(model)
+
+
 def callbacks() -> None:
     """One worker that stops ends all; warm-up raises the rate; rank 0 alone writes."""
     seen: list[float] = []
@@ -294,6 +326,8 @@ CHECKS = {
         inf_on_one_worker,
         local_pace,
         saved_model,
+        compiled_again,
+        without_weights,
         callbacks,
         sharded_data,
         uneven_accumulation,

@@ -14,6 +14,8 @@ CHECKS = (
     "inf_on_one_worker",
     "local_pace",
     "saved_model",
+    "compiled_again",
+    "without_weights",
     "callbacks",
     "sharded_data",
     "uneven_accumulation",

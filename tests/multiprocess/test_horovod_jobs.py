@@ -26,6 +26,7 @@ SCRIPT = """
 import os, sys
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.mpi_ops import allreduce_async_, rank, synchronize
 import torch
 
 for turn in range(3):
@@ -43,13 +44,14 @@ for turn in range(3):
     for _ in range(2):
         optimizer.zero_grad(); net(torch.ones(1, 2)).sum().backward(); optimizer.step()
     if turn == 0 and hvd.rank() == 0:
-        hvd.start_timeline("own.json"); hvd.barrier(); hvd.stop_timeline()
+        hvd.start_timeline("own.json"); hvd.allreduce(x, name="seen"); hvd.stop_timeline()
     elif turn == 0:
-        hvd.barrier()
+        hvd.allreduce(x, name="seen")
     if hvd.rank() == 0:
         print("turn", turn, x.tolist(), sys.argv[1:], flush=True)
     hvd.shutdown()
-    for call in (hvd.rank, lambda: hvd.allreduce(torch.ones(1)), hvd.barrier):
+    after = [hvd.rank, lambda: hvd.allreduce(torch.ones(1)), hvd.barrier, optimizer.step]
+    for call in [*after, hvd.get_process_set_ids_and_ranks]:
         try:
             call()
         except ValueError as error:
@@ -57,6 +59,25 @@ for turn in range(3):
         else:
             raise AssertionError("worked after shutdown")
 assert issubclass(HorovodInternalError, RuntimeError)
+
+import gc  # joining and leaving over and over leaves nothing open
+import paceline as pl
+files = []
+for turn in range(8):
+    pl.init()
+    net = torch.nn.Linear(2, 1)
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    pl.distribute(net, plain)
+    net(torch.ones(1, 2)).sum().backward(); plain.step()
+    pl.shutdown()
+    gc.collect()
+    files.append(len(os.listdir("/proc/self/fd")))
+assert files[-1] <= files[2], files
+try:
+    net(torch.ones(1, 2)).sum().backward(); plain.step()
+    raise AssertionError("stepped after shutdown")
+except ValueError as error:
+    assert "pl.shutdown()" in str(error)
 try:
     import horovod.mxnet
 except ImportError as error:
@@ -84,7 +105,7 @@ def test_horovodrun_runs_a_script_that_imports_horovod(tmp_path: Path) -> None:
     assert (tmp_path / "logs").is_dir()
     events = json.loads((tmp_path / "line.json").read_text())
     assert {"ALLREDUCE", "BROADCAST"} <= {event["name"] for event in events}
-    assert json.loads((tmp_path / "own.json").read_text())[1]["name"] == "BARRIER"
+    assert json.loads((tmp_path / "own.json").read_text())[1]["tid"] == "seen"
 
 
 def test_other_launchers_install_it_with_a_module(tmp_path: Path) -> None:

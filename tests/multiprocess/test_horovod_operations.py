@@ -108,6 +108,8 @@ def values(_: Group) -> None:
     assert hvd.broadcast_object(np.float32(0.5) if me == 0 else None) == 0.5
     with pytest.raises(ValueError, match="rank 0: broadcast_object: .*nothing is pickled"):
         hvd.broadcast_object(object() if me == 0 else None)
+    with pytest.raises(ValueError, match="rank 0: broadcast_object: a int cannot be sent"):
+        hvd.broadcast_object(2**70 if me == 0 else None)
     with pytest.raises(ValueError, match="rank 1: allgather_object"):
         hvd.allgather_object(object() if me == 1 else None)
 
@@ -292,6 +294,8 @@ def sets(_: Group) -> None:
         hvd.add_process_set([2, 0])
     with pytest.raises(ValueError, match="rank 0 adds the ranks .*rank 1 adds"):
         hvd.add_process_set([0, 1] if me == 0 else [0, 3])
+    with pytest.raises(ValueError, match="pass the ranks as a list"):
+        hvd.ProcessSet([0.5])
     with pytest.raises(ValueError, match="named twice"):
         hvd.ProcessSet([1, 1])
     assert not hvd.remove_process_set(hvd.global_process_set)

@@ -141,8 +141,68 @@ def synchronized(hvd, data, net) -> None:  # type: ignore[no-untyped-def]
     assert hvd.allgather(net.first.bias.detach().unsqueeze(0)).var(0).max() == 0
 
 
+def unusual(_: Group) -> None:
+    """Frozen layers, gradients that the script resets itself, shared states, unequal models."""
+    import torch
+    from torch import nn
+
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    me, n = hvd.rank(), hvd.size()
+
+    # A layer is frozen before the optimizer is made, and another one is sparse.
+    table, last = nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1)
+    last.bias.requires_grad_(False)
+    for module in (table, last):
+        hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([*table.parameters(), *last.parameters()], lr=0.1),
+        [("table", table.weight), ("weight", last.weight), ("bias", last.bias)],
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        last(table(torch.tensor([me, 4]))).sum().backward()
+        optimizer.step()
+    assert hvd.allgather(table.weight.detach().unsqueeze(0)).var(0).max() == 0
+    assert hvd.allgather(last.weight.detach().unsqueeze(0)).var(0).max() == 0
+
+    # The script resets gradients by hand. A scheduler that was made for the
+    # plain optimizer sees rank 0's rate, and changes that of the distributed one.
+    net = nn.Linear(3, 2)
+    plain = torch.optim.SGD(net.parameters(), lr=1.0 + me, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=net.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for _ in range(2):
+        net(torch.full((1, 3), float(me))).sum().backward()
+        optimizer.step()
+        assert net.weight.grad.eq((n - 1) / 2).all()
+        for param in net.parameters():
+            param.grad.detach_().zero_()
+        plain.param_groups[0]["lr"] *= 0.5  # as the scheduler does
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups is plain.param_groups and optimizer.state is plain.state
+
+    # Models of other shapes whose gradients fill as many cache lines.
+    other = nn.Linear(3, 2 + me)
+    unequal = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    other(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(hvd.HorovodInternalError, match=rf"\[{2 + me}, 3\].*same names, shapes"):
+        unequal.step()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == n
+    with pytest.raises(ValueError, match="is one already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ValueError, match="compression='fp16'"):
+        hvd.DistributedOptimizer(plain, compression="fp16")
+
+
+def trains_in_every_way(group: Group) -> None:
+    trains(group)
+    unusual(group)
+
+
 def test_a_step_equals_that_of_one_process() -> None:
-    run_ranks(2, trains)
+    run_ranks(2, trains_in_every_way)
 
 
 def surroundings(_: Group) -> None:

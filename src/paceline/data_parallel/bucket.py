@@ -66,9 +66,13 @@ class ParamSegment:
         return self.named.param.shape
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this segment of a flat tensor in the parameter's shape and strides."""
+        """Return this segment of a flat tensor in the parameter's shape and strides.
+
+        It is no view to autograd, which refuses `param.grad.detach_()` for views.
+        """
         param = self.named.param
-        return flat[self.start : self.start + self.count].as_strided(param.size(), param.stride())
+        part = flat[self.start : self.start + self.count]
+        return part.as_strided(param.size(), param.stride()).detach()
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the same as `view`, in a storage that ends with the segment.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -68,6 +69,7 @@ def begin(
         switcher.auto = AutoPace(job, group, choice.request, choice.while_running)
         if not job.elastic.is_joining:
             switcher.auto.begin(0)
+    job.closers.append(partial(_leave, weakref.ref(model)))
     _switchers[model] = switcher
     _optimizers.add(optimizer)
     probe = parse_probe(requested_probe())
@@ -78,6 +80,14 @@ def begin(
     if job.env.rank == 0:
         _announce(job, switcher)
     return switcher
+
+
+def _leave(model: weakref.ref[nn.Module]) -> None:
+    """Let a model be freed when the script drops it: torch keeps what a hook refers to."""
+    alive = model()
+    switcher = None if alive is None else _switchers.pop(alive, None)
+    if switcher is not None:
+        switcher.training.reducer.close()
 
 
 def distributed() -> list[tuple[nn.Module, PaceSwitcher]]:

@@ -59,6 +59,7 @@ class Reducer:
         self._elastic = elastic
         self._policy = policy
         self._traits = exchange.traits  # for the current pass
+        self._is_closed = False  # by pl.shutdown()
         self._is_broken = False  # a worker was lost: what was submitted must be submitted again
         self._has_caught_up = False
         self._unit_stops = False
@@ -104,7 +105,8 @@ class Reducer:
         self.weighting.cover(self.params)
 
     def close(self) -> None:
-        """Remove all hooks; between two backward passes only."""
+        """Remove all hooks, for good; between two backward passes only."""
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self.weighting.close()
@@ -218,6 +220,8 @@ class Reducer:
 
     def exchange_now(self) -> None:
         """Exchange what has been accumulated locally, outside of any backward pass."""
+        if self._is_closed:
+            raise refusals.left_job(self._group.rank)
         self._begin()
         self._end_pass()
 
@@ -377,14 +381,16 @@ class Reducer:
         return result
 
     def require_finished(self) -> None:
-        """Raise if gradients have not been averaged; mask before a step."""
+        """Raise if gradients have not been averaged; called before a step."""
+        if self._is_closed:
+            raise refusals.left_job(self._group.rank)
         if self._active:
             raise refusals.unfinished_pass(self._group.rank)
         if self._has_local_gradients:
             raise refusals.local_gradients(self._group.rank)
 
     def require_clean(self) -> None:
-        """Clean up if the last pass ended with an error; mask outside of backward."""
+        """Clean up if the last pass ended with an error; called outside of backward."""
         if not self._active or torch._C._current_graph_task_id() != -1:
             return
         if self._works:

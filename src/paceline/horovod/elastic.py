@@ -157,10 +157,9 @@ run_fn = run
 
 def _find_loss(error: HorovodInternalError) -> PeerError:
     """Return the loss or change that caused an error; raise the error if there was none."""
-    cause = error.__cause__
-    if not session.current().elastic.is_on or not isinstance(cause, PeerError):
+    if not session.current().elastic.is_on or error.peer_error is None:
         raise error
-    return cause
+    return error.peer_error
 
 
 def _meet(error: PeerError | None = None) -> None:

@@ -125,7 +125,9 @@ class translated:
             return
         if isinstance(error, HorovodInternalError):
             return
-        raise HorovodInternalError(_text(error)) from error
+        failed = HorovodInternalError(_text(error))
+        failed.peer_error = error if isinstance(error, PeerError) else None
+        raise failed from error
 
 
 def _text(error: PacelineError) -> str:

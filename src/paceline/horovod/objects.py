@@ -78,11 +78,20 @@ def _broadcast(group: Any, name: str, array: np.ndarray, root: int) -> None:
 
 
 def _encode_or_explain(value: Any, what: str) -> np.ndarray:
-    """Return the message of a value; if it cannot be sent, a message that says so."""
+    """Return the message of a value; if it cannot be sent, a message that says so.
+
+    Whatever goes wrong here: the other ranks wait for a message.
+    """
     try:
         return encode(value, what)
     except UsageError as error:
-        return _message(_Head(None, [], [], str(error)), [])
+        problem = str(error)
+    except Exception as error:
+        problem = (
+            f"{what}: a {type(value).__name__} cannot be sent ({type(error).__name__}: {error});"
+            " send plain values, tensors and arrays: nothing is pickled"
+        )
+    return _message(_Head(None, [], [], problem), [])
 
 
 def encode(value: Any, what: str) -> np.ndarray:

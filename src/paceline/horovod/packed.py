@@ -39,6 +39,7 @@ class _Bucket:
             (number, self.flat[offset : offset + shape.numel()].view(shape))
             for number, offset, shape in self.places
         ]
+        self.described = str([list(shape) for _, _, shape in self.places])  # alike on all ranks
 
 
 class PackedReduction:
@@ -72,10 +73,11 @@ class PackedReduction:
             for position, bucket in enumerate(buckets):
                 for number, view in bucket.views:
                     view.copy_(tensors[number])
-                name, flat = f"{self._name}.{position}", bucket.flat
+                name, flat, about = f"{self._name}.{position}", bucket.flat, bucket.described
                 pending.append(
                     start.start_allreduce(
-                        flat, flat, name, self._op, self._scales, self._process_set
+                        *(flat, flat, name, self._op, self._scales, self._process_set),
+                        described=about,
                     )
                 )
         Several(pending).result()

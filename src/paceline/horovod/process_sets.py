@@ -7,6 +7,7 @@ all ranks.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -118,7 +119,7 @@ _sets: dict[int, ProcessSet] = {}
 
 def _checked(ranks: Iterable[int]) -> tuple[int, ...]:
     try:
-        found = [int(rank) for rank in ranks]
+        found = [operator.index(rank) for rank in ranks]
     except (TypeError, ValueError):
         raise UsageError(
             f"ProcessSet({ranks!r}): pass the ranks as a list; MPI communicators are not supported"
@@ -189,6 +190,7 @@ def _find_problem(wanted: ProcessSet) -> str | None:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; return whether it could be removed. Collective among all ranks."""
+    session.current()
     number = process_set.process_set_id
     if number is None or number == 0 or _sets.get(number) is not process_set:
         return False
@@ -205,6 +207,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of every process set, by its id."""
+    session.current()
     return {number: one.ranks or [] for number, one in _sets.items()}
 
 

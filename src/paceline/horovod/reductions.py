@@ -69,8 +69,8 @@ def check_gradient_op(op: int, predivide: float) -> None:
         raise UsageError(f"gradient_predivide_factor={predivide}: expected more than 0")
 
 
-def detail_of(prescale: float, postscale: float) -> int:
-    """Return a hash of the factors, which are the same on all ranks; 0 by default."""
-    if prescale == 1.0 and postscale == 1.0:
+def detail_of(prescale: float, postscale: float, described: str = "") -> int:
+    """Return a hash of what is the same on all ranks: factors, and a description; 0 by default."""
+    if prescale == 1.0 and postscale == 1.0 and not described:
         return 0
-    return zlib.crc32(struct.pack("dd", prescale, postscale)) or 1
+    return zlib.crc32(struct.pack("dd", prescale, postscale) + described.encode()) or 1

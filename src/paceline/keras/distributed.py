@@ -33,7 +33,8 @@ def distribute(model: Any, pace: str = "allreduce", **options: Any) -> Any:
     pace, options   as for pl.distribute: "allreduce", "local:8", "ps", "async", "ssp:3" ...;
                     through servers the optimizer must be SGD, Adam, AdamW, RMSprop or Adagrad
 
-    Raises UsageError for a model that is not compiled, or is distributed already.
+    After another `compile`, call it again. Raises UsageError for a model that is not compiled, or
+    is distributed already.
 
     >>> model.compile("adam", "mse")
     >>> model = paceline.keras.distribute(model, pace="local:8")
@@ -44,7 +45,7 @@ def distribute(model: Any, pace: str = "allreduce", **options: Any) -> Any:
     exchange = _make_exchange(keras, model, pace, options)
     swap_class(keras, model.optimizer, exchange)
     _watch_fit(model, exchange)
-    if model.built and model.trainable_variables:
+    if model.built and model.trainable_variables and not exchange.has_begun:
         exchange.begin()  # type: ignore[attr-defined]
     model.train_function = None  # an earlier fit may have compiled one without exchange
     return model
@@ -89,7 +90,11 @@ def _make_exchange(keras: Any, model: Any, pace: str, options: dict[str, Any]) -
                 "paceline.keras.distribute: the model was compiled with jit_compile=True, and"
                 " torch.compile would leave out the exchange; use compile(..., jit_compile=False)"
             )
-        return TorchExchange(model, pace, options)
+        older = getattr(vars(model).get("fit"), "exchange", None)
+        if older is None or not older.has_begun:
+            return TorchExchange(model, pace, options)
+        older.renew(pace, options)
+        return older  # type: ignore[no-any-return]
     if backend not in ("tensorflow", "jax"):
         raise UsageError(
             f"paceline.keras.distribute: KERAS_BACKEND is {backend}; expected tensorflow, torch or"
@@ -176,5 +181,22 @@ def _watch_fit(model: Any, exchange: Any) -> None:
                 raise
             raise exchange.error from error
 
+    def make_train_function(*arguments: Any, **named: Any) -> Any:
+        if exchange_of(model.optimizer) is not exchange:
+            raise UsageError(
+                "this model was compiled again after paceline.keras.distribute(model), and its new"
+                " optimizer averages no gradients: call paceline.keras.distribute(model) once more"
+            )
+        return type(model).make_train_function(model, *arguments, **named)
+
+    def build(iterator: Any = None, data_batch: Any = None) -> None:  # noqa: ARG001
+        if iterator is not None and not model.trainable_variables:
+            model._symbolic_build(iterator=iterator)
+
+    if hasattr(type(model), "_maybe_symbolic_build"):
+        # TensorFlow makes the weights in the first step. They have values only after it.
+        object.__setattr__(model, "_maybe_symbolic_build", build)
     fit.__doc__ = plain.__doc__
+    fit.exchange = exchange  # type: ignore[attr-defined]
     object.__setattr__(model, "fit", fit)
+    object.__setattr__(model, "make_train_function", make_train_function)

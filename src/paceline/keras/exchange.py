@@ -298,6 +298,21 @@ class TorchExchange(Exchange):
         compute_in_bucket(self.model, lambda: self.switcher.training.reducer)
         self.has_begun = True
 
+    def renew(self, pace: str, options: Mapping[str, Any]) -> None:
+        """Continue with the optimizer of another `compile`, perhaps with other trainable layers."""
+        if self.is_served or (pace, dict(options)) != (self.pace, self.options):
+            raise UsageError(
+                f"this model was distributed at pace {self.pace} {self.options or ''} before it was"
+                " compiled again; on torch it keeps that pace, and through servers its optimizer:"
+                " make a new model"
+            )
+        self._variables = list(self.model.trainable_variables)
+        self._params = [variable.value for variable in self._variables]
+        known = {id(p) for group in self._stepper.param_groups for p in group["params"]}
+        thawed = [param for param in self._params if id(param) not in known]
+        if thawed:
+            self._stepper.add_param_group({"params": thawed})
+
     def before_backward(self) -> None:
         """Prepare the exchange that happens in backward."""
         if not self.has_begun:

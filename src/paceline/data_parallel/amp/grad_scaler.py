@@ -57,12 +57,18 @@ class Bound(Protocol):
     def skipping(self) -> Skipping: ...
 
 
-_bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Bound] = weakref.WeakKeyDictionary()
+# Weak, as a switcher refers to its optimizer; the optimizer and the model keep it.
+_bound = weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Bound]]()
 
 
 def bind(optimizer: torch.optim.Optimizer, to: Bound) -> None:
     """Register the pace switcher of an optimizer, for scalers."""
-    _bound[optimizer] = to
+    _bound[optimizer] = weakref.ref(to)
+
+
+def _bound_to(optimizer: torch.optim.Optimizer) -> Bound | None:
+    to = _bound.get(optimizer)
+    return None if to is None else to()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -105,7 +111,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        bound = _bound.get(optimizer)
+        bound = _bound_to(optimizer)
         if bound is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         grads, skipping = _grads_of(optimizer), bound.skipping
@@ -116,7 +122,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
         """Take the optimizer's step, or skip it on all workers."""
-        bound = _bound.get(optimizer)
+        bound = _bound_to(optimizer)
         if bound is None or not self.is_enabled():
             return super().step(optimizer, *arguments, **options)
         state = self._per_optimizer_states[id(optimizer)]

@@ -219,6 +219,14 @@ def unfinished_pass(rank: int) -> PacelineError:
     )
 
 
+def left_job(rank: int) -> UsageError:
+    """Return the error about a step after pl.shutdown()."""
+    return UsageError(
+        f"rank {rank}: this model was distributed in a job that has been left with pl.shutdown();"
+        " after the next pl.init(), make model and optimizer again and distribute them"
+    )
+
+
 def local_gradients(rank: int) -> UsageError:
     """Return the error about a step after a backward pass without exchange."""
     return UsageError(

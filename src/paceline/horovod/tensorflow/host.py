@@ -26,6 +26,7 @@ class OperationError(HorovodInternalError, tf.errors.FailedPreconditionError):  
 
     def __init__(self, error: HorovodInternalError) -> None:
         HorovodInternalError.__init__(self, str(error))
+        self.peer_error = error.peer_error
         self._node_def = self._op = None
         self._message, self._error_code = str(error), tf.errors.FAILED_PRECONDITION
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from paceline.errors import UsageError
+
 
 class Compressor:
     """Changes a tensor before it is sent, and back."""
@@ -44,6 +46,15 @@ class FP16Compressor(Compressor):
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor.to(ctx) if ctx.is_floating_point else tensor
+
+
+def check_compression(compression: Any) -> None:
+    """Raise UsageError unless this is a compressor."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise UsageError(
+            f"compression={compression!r}: pass hvd.Compression.none, hvd.Compression.fp16 or a"
+            " class with the static methods compress and decompress"
+        )
 
 
 class Compression:

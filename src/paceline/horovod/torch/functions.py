@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,4 +61,27 @@ def broadcast_optimizer_state(
     name = process_set.next_name("broadcast_optimizer_state")
     state = broadcast_object(mine, root_rank, name, process_set)
     if process_set.named.rank != process_set.member_of(root_rank, "broadcast_optimizer_state"):
-        optimizer.load_state_dict(state)
+        with in_place(optimizer):
+            optimizer.load_state_dict(state)
+
+
+@contextmanager
+def in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a state that is loaded change the optimizer's dicts, where torch replaces them.
+
+    A DistributedOptimizer shares them with the optimizer that it was made from, and a scheduler
+    that was made for that one changes its learning rates.
+    """
+    groups, states = optimizer.param_groups, optimizer.state
+    yield
+    if optimizer.param_groups is groups:
+        return
+    for shared, loaded in zip(groups, optimizer.param_groups, strict=True):
+        _fill(shared, loaded)
+    _fill(states, optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, states
+
+
+def _fill(shared: dict[Any, Any], loaded: dict[Any, Any]) -> None:
+    shared.clear()
+    shared.update(loaded)

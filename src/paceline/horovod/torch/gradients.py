@@ -31,60 +31,17 @@ from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
 from paceline.errors import UsageError
 from paceline.horovod import session
-from paceline.horovod.handles import Pending, translated
+from paceline.horovod.handles import translated
 from paceline.horovod.process_sets import ProcessSet
-from paceline.horovod.torch import start
 from paceline.horovod.torch.operations import sparse_allreduce_async, synchronize
-from paceline.pace.allreduce import COMPOUND
 from paceline.pace.exchange import Exchange
-from paceline.runtime.work import Handle
 
 _BUCKET_MB = 16.0
 
-# A parameter belongs to the newest optimizer that has it.
+# A parameter belongs to the newest optimizer that has it. References are weak: an exchange refers
+# to its parameters.
 _exchanges = WeakIdKeyDictionary()
-
-
-class NamedReductions(Exchange):
-    """Reduces each bucket as one named operation."""
-
-    traits = COMPOUND
-
-    def __init__(
-        self, prefix: str, op: int, predivide: float, compression: Any, process_set: ProcessSet
-    ) -> None:
-        self._prefix, self._op, self._compression = prefix, op, compression
-        self._scales = (1.0 / predivide, predivide)
-        self._process_set = process_set
-
-    def submit(self, bucket: Any, step: int) -> Handle:  # noqa: ARG002
-        name = f"{self._prefix}.{bucket.label}"
-        sent, context = self._compression.compress(bucket.grads)
-        if sent is bucket.grads:
-            return _Waiting(self._start(sent, bucket.averaged, name))
-        pending = self._start(sent, torch.empty_like(sent), name)
-        return _Waiting(
-            pending, lambda out: bucket.averaged.copy_(self._compression.decompress(out, context))
-        )
-
-    def _start(self, sent: torch.Tensor, out: torch.Tensor, name: str) -> Pending:
-        return start.start_allreduce(sent, out, name, self._op, self._scales, self._process_set)
-
-
-class _Waiting:
-    """A Pending as the reducer waits for it."""
-
-    def __init__(self, pending: Pending, use: Callable[[Any], object] = lambda _: None) -> None:
-        self._pending, self._use = pending, use
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-    def wait(self, timeout_s: float | None = None) -> object:  # noqa: ARG002
-        return self._use(self._pending.result())
-
-    def error(self) -> Exception | None:
-        return None
+_alive = weakref.WeakSet["GradientExchange"]()
 
 
 class _Fixed:
@@ -158,7 +115,7 @@ class GradientExchange:
         self,
         optimizer: torch.optim.Optimizer,
         names: dict[nn.Parameter, str],
-        exchange: NamedReductions,
+        exchange: Exchange,
         op: int,
         process_set: ProcessSet,
         *,
@@ -172,24 +129,37 @@ class GradientExchange:
         self._sparse_as_dense = sparse_as_dense
         self._counts: dict[nn.Parameter, int] = {}  # backward passes since the last exchange
         self._reducer: OpenReducer | None = None
-        self._incarnation = -1
         self._sparse: list[nn.Parameter] = []
         self._owners = _Owners(names)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._count_only) for p in names]
+        self._hooks: list[Any] = []
+        self._count_before_first_run()
         self._is_retired = False
         for param in names:
-            older = _exchanges.get(param)
+            older = _exchanges.get(param, lambda: None)()
             if older is not None:
                 older.retire()
-            _exchanges[param] = self
+            _exchanges[param] = weakref.ref(self)
+        _alive.add(self)
 
     @property
     def has_gradients(self) -> bool:
         """Whether backward has made gradients that have not been exchanged."""
         return bool(self._counts)
 
-    def _count_only(self, param: nn.Parameter) -> None:
-        self._is_due(param)
+    def _count_before_first_run(self) -> None:
+        trainable = [param for param in self._names if param.requires_grad]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._counter()) for p in trainable]
+
+    def _counter(self) -> Callable[[nn.Parameter], None]:
+        """Return a hook that does not keep this object: torch never frees what a hook refers to."""
+        here = weakref.ref(self)
+
+        def count(param: nn.Parameter) -> None:
+            exchange = here()
+            if exchange is not None:
+                exchange._is_due(param)
+
+        return count
 
     def _is_due(self, param: nn.Parameter) -> bool:
         """Count a gradient; return whether the parameter has those of all passes."""
@@ -235,8 +205,6 @@ class GradientExchange:
                 " later; step with that one"
             )
         params = [p for group in self._owner.param_groups for p in group["params"]]
-        if self._incarnation != session.incarnation():
-            self._take_down()
         if self._reducer is None:
             self._set_up(params)
         else:
@@ -284,7 +252,6 @@ class GradientExchange:
             job.fabric.engine, alone, self._owner, bucket_mb=_BUCKET_MB, is_shared=False
         )
         self._reducer = OpenReducer(alone, self._exchange, self._is_due)
-        self._incarnation = session.incarnation()
         self._owners.stop()
         self._add_new(params)
         self._reducer.open_pass()
@@ -300,9 +267,9 @@ class GradientExchange:
         ]
         if not new:
             return
-        sparse = [] if self._sparse_as_dense else [p for p in new if self._is_sparse(p)]
-        self._sparse += sparse
-        self._hooks += [p.register_post_accumulate_grad_hook(self._count_only) for p in sparse]
+        sparse = set() if self._sparse_as_dense else {p for p in new if self._is_sparse(p)}
+        self._sparse += [param for param in new if param in sparse]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._counter()) for p in sparse]
         dense = [
             NamedParameter(self._names.setdefault(p, f"parameter {number}"), p)
             for number, p in enumerate(new)
@@ -326,10 +293,13 @@ class GradientExchange:
         has_sparse = param.grad is not None and param.grad.layout is not torch.strided
         return has_sparse or param in self._owners.sparse
 
-    def _take_down(self) -> None:
-        """Release the buckets of an earlier job."""
-        if self._reducer is not None:
-            self._release()
+    def leave_job(self) -> None:
+        """Release the buckets; those of the next job are made at its first `synchronize()`."""
+        if self._is_retired:
+            return
+        self._release()
+        self._counts.clear()
+        self._count_before_first_run()
 
     def _release(self) -> None:
         if self._reducer is not None:
@@ -341,6 +311,14 @@ class GradientExchange:
         self._hooks.clear()
         for module in self._owners.modules:
             compute_as_usual(module)
+
+
+def _leave_job() -> None:
+    for exchange in list(_alive):
+        exchange.leave_job()
+
+
+session.at_shutdown(_leave_job)
 
 
 class _Owners:

@@ -22,8 +22,10 @@ from paceline.errors import UsageError
 from paceline.horovod import session
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.reductions import Average, check_gradient_op
-from paceline.horovod.torch.compression import Compression
-from paceline.horovod.torch.gradients import GradientExchange, NamedReductions
+from paceline.horovod.torch.compression import Compression, check_compression
+from paceline.horovod.torch.functions import in_place
+from paceline.horovod.torch.gradients import GradientExchange
+from paceline.horovod.torch.named_reductions import NamedReductions
 from paceline.horovod.torch.paced import pace_optimizer
 
 _numbers = itertools.count()  # of optimizers; the same on all ranks
@@ -56,7 +58,12 @@ def DistributedOptimizer(
     if options or model is not None:
         extra = ", ".join([*options, *(["model"] if model is not None else [])])
         raise UsageError(f"DistributedOptimizer: {extra} needs pace=..., for example 'allreduce'")
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise UsageError(
+            "DistributedOptimizer: this optimizer is one already; wrap the plain one, once"
+        )
     _check_arguments(op, gradient_predivide_factor, num_groups, groups, backward_passes_per_step)
+    check_compression(compression)
     names = _checked_names(optimizer, named_parameters)
     _core.keep_freed_memory()  # gradients and activations of the next step have the same sizes
     base = type(optimizer)
@@ -202,4 +209,5 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized, self._should_synchronize = False, True
         if self._exchange is not None:
             self._exchange.reset()
-        super().load_state_dict(state_dict)
+        with in_place(self):
+            super().load_state_dict(state_dict)

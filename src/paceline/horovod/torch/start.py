@@ -13,6 +13,7 @@ import torch
 
 from paceline.comm.tensors import Buffer, op_code, result_buffer
 from paceline.errors import UsageError
+from paceline.horovod import timeline
 from paceline.horovod.handles import Pending, translated
 from paceline.horovod.process_sets import ProcessSet
 from paceline.horovod.reductions import Average, detail_of, engine_op
@@ -32,10 +33,10 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 class Reduction:
     """The arguments of a reduction; averages of integers are truncated."""
 
-    def __init__(self, op: int, prescale: float, postscale: float) -> None:
+    def __init__(self, op: int, prescale: float, postscale: float, described: str = "") -> None:
         self._op = engine_op(op)
         self._pre, self._post = prescale, postscale
-        self.detail = detail_of(prescale, postscale)
+        self.detail = detail_of(prescale, postscale, described)
 
     def code(self, dtype: int) -> int:
         """Return the engine's number of the reduction."""
@@ -58,11 +59,16 @@ def start_allreduce(
     op: int,
     scales: tuple[float, float],
     process_set: ProcessSet,
+    *,
+    described: str = "",
 ) -> Pending:
-    """Reduce `tensor` into `output`, which may be the same."""
+    """Reduce `tensor` into `output`, which may be the same.
+
+    `described`: what else has to be alike on all ranks.
+    """
     group = process_set.named
     name = name or process_set.next_name("allreduce")
-    reduction = Reduction(op, *scales)
+    reduction = Reduction(op, *scales, described)
     source, target = Buffer(reduction.before(tensor.detach())), result_buffer(output.detach())
     code = reduction.code(source.dtype)
     options: dict[str, Any] = {"shape": tensor.shape, "op": code, "detail": reduction.detail}
@@ -82,14 +88,12 @@ def allreduce_now(tensor: torch.Tensor, name: str | None, process_set: ProcessSe
     group = process_set.named
     output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     source, target = Buffer(tensor), Buffer(output)
+    name = name or process_set.next_name("allreduce")
+    started_s = timeline.now_s()
     with translated():
-        group.all_reduce(
-            name or process_set.next_name("allreduce"),
-            source,
-            target,
-            op_code("mean", source.dtype),
-            0,
-        )
+        group.all_reduce(name, source, target, op_code("mean", source.dtype), 0)
+    if started_s:
+        timeline.add(f"allreduce.{name}", started_s)
     return output
 
 
