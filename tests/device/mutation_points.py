@@ -160,9 +160,7 @@ def _changes(
         yield "record", node, "None"
     elif name in STREAM_WAITS or (name == "join" and _is_like(receiver, STREAMS_NAMES)):
         yield "stream", node, _without_the_wait(node)
-    elif name in HOST_WAITS | RELEASES or (
-        name in ("settle", "wait_for") and _is_like(receiver, ROUTE_NAMES)
-    ):
+    elif _is_host_wait(name, receiver, is_device_module):
         yield "host", node, _without_the_wait(node)
     elif name == "wait" and (is_device_module or _is_like(receiver, names)):
         is_asked = receiver.endswith("_ended")  # whether the wait came to an end in time
@@ -177,6 +175,15 @@ def _changes(
         yield "record", node.args[-1], "None"
     elif name in HOLDERS and len(node.args) > 1:
         yield from _memory_of(node.args[-1])
+
+
+def _is_host_wait(name: str, receiver: str, is_device_module: bool) -> bool:
+    """Return whether a call blocks a host thread until a device is done."""
+    if name in HOST_WAITS:
+        of_device = _is_like(receiver, (*EVENT_NAMES, *ERRAND_NAMES))
+        return is_device_module or not receiver or of_device
+    of_route = name in ("settle", "wait_for") and _is_like(receiver, ROUTE_NAMES)
+    return name in RELEASES or of_route
 
 
 def _without_the_wait(node: ast.Call) -> str:

@@ -93,8 +93,10 @@ class Progress:
         result = self._results.get(mutant.name)
         if result is None or result.digest != self._digest(mutant, result):
             return Result()
-        if result.killer and result.killer not in self.tests_of(mutant):
+        tests = self.tests_of(mutant)
+        if result.killer and result.killer not in tests:
             return Result()
+        result.is_complete = bool(result.killer) or set(tests) <= set(result.passed)
         return result
 
     def note(self, mutant: Mutant, result: Result) -> None:
@@ -105,9 +107,9 @@ class Progress:
         self._write()
 
     def _digest(self, mutant: Mutant, result: Result) -> str:
-        if result.killer:
-            return digest_of([mutant.path, ROOT / result.killer.partition("::")[0]])
-        return digest_of([*files(), *(ROOT / name for name in self._suite)])
+        tests = [result.killer] if result.killer else result.passed
+        of_tests = sorted({ROOT / test.partition("::")[0] for test in tests})
+        return digest_of([*([mutant.path] if result.killer else files()), *of_tests])
 
     def _write(self) -> None:
         state: dict[str, Any] = {

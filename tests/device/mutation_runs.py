@@ -71,7 +71,7 @@ def run_tests(directory: Path, tests: Sequence[str], *more: str) -> Run:
     status, said = os.waitstatus_to_exitcode(ended[1]), output.read_text()
     if status not in (0, 1):
         raise RuntimeError(f"pytest could not run ({status}):\n{said[-5000:]}")
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.MULTILINE)
     failed = found.group(1) if found else ""
     return Run(status == 0, failed, sign_of(said), _times(xml))
 
