@@ -1,7 +1,7 @@
 """Communication: groups of ranks and their collectives, engine memory, torch.distributed backend.
 
     group.py                Group.all_reduce(tensor): arguments, results, one call into the engine
-    prepared_all_reduce.py  an all-reduce of the same memory in every step
+    engine_calls.py         how a group calls the engine; an all-reduce that is prepared once
     tensors.py              a tensor or array as address, count and dtype
     _core.Group             C++: shared memory on one host, TCP between hosts
     endpoint.py, fabric.py  this process's connections, and the processes that count as the job

@@ -173,12 +173,8 @@ class OperationQueue:
     def __init__(self, staging: GroupStaging) -> None:
         self._staging = staging
         self._lock = threading.Lock()
-        self._last: QueuedOperation | None = None  # guarded by: _lock
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was queued since `wait_until_started`."""
-        return self._last is None
+        # Queued since `wait_until_started`. Changed with _lock; None says that nothing waits.
+        self.last: QueuedOperation | None = None
 
     def source(self, tensor: Tensor) -> Buffer:
         """Return the host memory of a tensor that an operation reads."""
@@ -196,18 +192,18 @@ class OperationQueue:
         """Start an operation: now, or when its sources have arrived and earlier ones have started.
         Never waits."""
         with self._lock:
-            if self._last is not None and self._last.has_started():
-                self._last = None
-            if self._last is not None or any(source.is_late for source in sources):
-                self._last = self._staging.queue(start, sources)
-                return self._last
+            if self.last is not None and self.last.has_started():
+                self.last = None
+            if self.last is not None or any(source.is_late for source in sources):
+                self.last = self._staging.queue(start, sources)
+                return self.last
         return start()
 
     def wait_until_started(self) -> None:
         """Block until the engine has everything that is queued."""
-        last = self._last
+        last = self.last
         if last is not None:
             last.wait_until_started()
             with self._lock:
-                if self._last is last:
-                    self._last = None
+                if self.last is last:
+                    self.last = None

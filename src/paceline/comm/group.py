@@ -15,14 +15,12 @@ GenerationChanged and forms the group again from the remaining members.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
 from paceline import _core
-from paceline.comm.device_staging import OperationQueue
+from paceline.comm.engine_calls import EngineCalls
 from paceline.comm.fabric import Fabric, group_id_of
 from paceline.comm.tensors import (
     Buffer,
@@ -43,7 +41,7 @@ Result = TypeVar("Result")
 KINDS = {name: code for code, name in enumerate(_core.KINDS)}
 
 
-class Group:
+class Group(EngineCalls):
     """Some ranks of the job; created by `pl.world()` and `pl.new_group()`."""
 
     def __init__(
@@ -74,10 +72,7 @@ class Group:
         self.ranks = ranks  # global ranks of the members
         self.size = len(ranks)
         self.rank = ranks.index(self._fabric.rank)
-        self._lock = threading.Lock()
-        # Operations and the memory that they use; guarded by: _lock
-        self._in_flight: deque[tuple[Handle, object]] = deque()
-        self._queue = OperationQueue(self._fabric.staging)
+        self._expect_calls(self._fabric.staging)
 
     def _make_core(self, membership: Membership) -> _core.Group:
         return self._fabric.create_group(
@@ -99,7 +94,7 @@ class Group:
         """
         if out is None and not async_op:  # the most frequent call takes a short path
             known = known_op(op)
-            is_next = self._queue.is_empty
+            is_next = self._queue.last is None
             if known is not None and is_next and self._core.all_reduce_tensor(tensor, known):
                 return tensor
         source = self._queue.source(tensor)
@@ -250,7 +245,10 @@ class Group:
 
     def barrier(self, *, async_op: bool = False) -> None | Work[None]:
         """Wait until every rank has called this."""
-        return self._call("barrier", [], [], None, async_op)
+        if async_op:
+            return self._call("barrier", [], [], None, async_op)
+        self.meet()
+        return None
 
     # -- point to point -----------------------------------------------------------------------
 
@@ -327,11 +325,6 @@ class Group:
 
     # -- calls into the engine ----------------------------------------------------------------
 
-    def engine_group(self) -> _core.Group:
-        """Return the engine's group, when it has got all earlier operations of this group."""
-        self._queue.wait_until_started()
-        return self._core
-
     def _call(
         self,
         kind: str,
@@ -371,13 +364,6 @@ class Group:
 
         self.keep_alive(handle, (sources, targets))
         return Work(handle, finish, (sources, targets))
-
-    def keep_alive(self, handle: Handle, memory: object) -> None:
-        """Keep the memory of an operation in flight alive, even if the caller drops its Work."""
-        with self._lock:
-            while self._in_flight and self._in_flight[0][0].done():
-                self._in_flight.popleft()
-            self._in_flight.append((handle, memory))
 
     def _parts(self, tensor: Tensor | Sequence[Tensor]) -> list[Tensor]:
         if isinstance(tensor, (list, tuple)):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from paceline.comm.engine_calls import PreparedAllReduce
 from paceline.comm.group import Group
-from paceline.comm.prepared_all_reduce import PreparedAllReduce
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.runtime.work import Handle
 

@@ -12,6 +12,9 @@ constexpr int kStreams = kDevices * kStreamsPerDevice;
 constexpr int kPoison = 0xFF;  // fills memory that holds no value: NaN for floats, -1 for integers
 
 // Streams of all devices are numbered from 0 to kStreams - 1 wherever this code says "stream".
+// Containers of this device are never destroyed (`auto& x = *new ...`): threads of streams and of autograd use them
+// until the process is gone.
+
 inline thread_local c10::DeviceIndex current_device = 0;
 inline thread_local std::array<int, kDevices> current_stream_id{};
 

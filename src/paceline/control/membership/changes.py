@@ -157,6 +157,9 @@ def reason_to_end(policy: Policy, state: RosterState, after: NextMembership | No
     losses = (*(after.changed.lost if after else ()), *vacant)
     if not any(loss.kind.is_cause for loss in losses):
         return ""  # no loss, or the scripts have failed: the launcher ends the job
+    alive = len(set(membership.workers) - {loss.rank for loss in vacant})
+    if state.is_finishing and not alive:
+        return ""  # nobody needs the servers' tables any more
     gone = "; ".join(_reasons(losses))
     unheld = _layout(membership).lost
     if unheld:
@@ -165,7 +168,6 @@ def reason_to_end(policy: Policy, state: RosterState, after: NextMembership | No
             f" {', '.join(map(str, unheld))} of the servers' tables is lost ({gone});"
             " start the job again, with more --replicas"
         )
-    alive = len(set(membership.workers) - {loss.rank for loss in vacant})
     least = 1 if policy.on_loss == "replace" else policy.min_workers
     if state.is_finishing or alive >= least:
         return ""

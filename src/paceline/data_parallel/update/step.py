@@ -36,8 +36,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from paceline import _core
+from paceline.comm.engine_calls import PreparedAllReduce
 from paceline.comm.group import Group
-from paceline.comm.prepared_all_reduce import PreparedAllReduce
 from paceline.data_parallel.bucket import Bucket, ParamSlot
 from paceline.data_parallel.hooks import make_optimizer_copies_plain, replace_method
 from paceline.data_parallel.update.optimizer_state import HostState
@@ -187,7 +187,7 @@ class ShardedUpdate(Update):
         optimizer = self._optimizer()
         assert optimizer is not None
         self._follow_parameters(optimizer)
-        self._wait(self._host.barrier)  # other workers may still compute with the old values
+        self._wait(self._host.meet)  # other workers may still compute with the old values
         self._apply_edits()
         self._set_gradients()
         with stepping_on(optimizer, self._stepped):

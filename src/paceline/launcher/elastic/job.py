@@ -229,6 +229,9 @@ class ElasticJob(LocalJob):
         return (await self.control.reserve("server" if slot[0] else "worker", slot[1])).rank
 
     async def _start_newcomer(self, name: ProcessName) -> None:
+        await self._policy.await_exit(name.slot)
+        if self.processes.failures():
+            return
         try:
             process = await self._start(name)
         except LaunchError as error:

@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.control.messages import LossKind
-from paceline.launcher.elastic.replacements import MAX_FAILED_STARTS
+from paceline.launcher.elastic.replacements import MAX_FAILED_STARTS, Slot
 from paceline.launcher.processes.process import UNKNOWN, ExitStatus, RankProcess
 from paceline.launcher.processes.table import ProcessResult
 from paceline.runtime.process_names import ProcessName
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _RETIRED = "retired with its unit"  # the state of a process that ends with its unit
 LEAVE_S = 30.0  # for one that is out of the job to exit by itself, on a busy machine
+_EXIT_S = 1.0  # for an interpreter to end
 _PEER_S = 10.0  # for the loss to be seen of which a worker has died
 _DECISION_S = 3.0  # for the coordinator to report what follows from the last worker's loss
 _FAREWELL_S = 0.5  # for the coordinator to report that an adopted process had left
@@ -110,10 +111,38 @@ class LossPolicy:
         job.processes.excuse(process)
         if status.is_success or status.is_preempted or rank in self._dismissed:
             job.start_task(self._settle_finished(process))
-        elif status.signal is not None or rank in self._evicted or not job.was_member(rank):
+        elif status.signal is not None or rank in self._evicted or self._never_joined(process):
             job.start_task(self._settle_loss(process))
         else:
             job.start_task(self._settle_error(process))
+
+    def _never_joined(self, process: RankProcess) -> bool:
+        """Return whether a newcomer ended before it joined. The first processes have all joined if
+        there is a membership, also those that the launcher's first news no longer name."""
+        return process.name.is_newcomer and not self._job.was_member(process.name.rank)
+
+    async def await_exit(self, slot: Slot) -> None:
+        """Wait until it is known why the process in a slot ends. A script with an error leaves the
+        job before its interpreter ends, and the job needs no replacement for it."""
+        deadline_s = time.monotonic() + _EXIT_S
+        while time.monotonic() < deadline_s and self._may_have_failed(slot):
+            await asyncio.sleep(0.005)
+
+    def _may_have_failed(self, slot: Slot) -> bool:
+        """Return whether a process in a slot has ended, or is about to, and nobody knows why."""
+        return any(
+            one.is_exiting or not self._is_known_to_leave(one)
+            if one.status is None
+            else not one.status.is_success
+            for one in self._job.processes.all
+            if one.name.slot == slot and not self._job.processes.failures()
+        )
+
+    def _is_known_to_leave(self, process: RankProcess) -> bool:
+        """Return whether a process leaves that has not failed, but is taken for lost, or goes."""
+        rank = process.name.rank
+        is_out = rank in self._given_up or rank in self._dismissed
+        return is_out or self._job.departures.is_leaving(rank) or self._is_consequence(process.name)
 
     async def _settle_unknown(self, process: RankProcess) -> None:
         """Find out how a process ended that was not a child of this one."""

@@ -150,6 +150,11 @@ class ProcessTable(Generic[P]):
         return {p.session for p in self._processes.values() if p.session is not None}
 
     @property
+    def all(self) -> list[P]:
+        """The processes that were not removed, also ended ones."""
+        return list(self._processes.values())
+
+    @property
     def workers(self) -> list[P]:
         """The workers that still run."""
         return [p for p in self._processes.values() if p.is_running and p.name.is_worker]

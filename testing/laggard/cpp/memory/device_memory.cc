@@ -41,10 +41,11 @@ struct Freed {
 
 // All of this is guarded by the device lock.
 Arena arenas[kDevices];
-std::map<const char*, Block*> blocks;                               // live and free ones, by address
-std::map<std::pair<int, size_t>, std::vector<Block*>> free_blocks;  // by stream and size; the last is reused first
-std::vector<Waiting> waiting;
-std::map<int, std::vector<Freed>> freed;  // by stream; not yet poisoned
+auto& blocks = *new std::map<const char*, Block*>;  // live and free ones, by address
+auto& free_blocks =
+    *new std::map<std::pair<int, size_t>, std::vector<Block*>>;  // by stream and size; the last is reused first
+auto& waiting = *new std::vector<Waiting>;
+auto& freed = *new std::map<int, std::vector<Freed>>;  // by stream; not yet poisoned
 std::array<int64_t, kDevices> allocated{}, peak{};
 
 void map_arena(Arena& arena) {

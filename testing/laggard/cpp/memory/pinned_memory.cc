@@ -44,9 +44,9 @@ struct InFlight {
   uint64_t launch;
 };
 
-std::mutex blocks_mutex;                     // after the device lock, if both
-std::map<const char*, PinnedBlock*> blocks;  // guarded by: blocks_mutex
-std::vector<InFlight> in_flight;             // guarded by: device lock
+std::mutex blocks_mutex;                                  // after the device lock, if both
+auto& blocks = *new std::map<const char*, PinnedBlock*>;  // guarded by: blocks_mutex
+auto& in_flight = *new std::vector<InFlight>;             // guarded by: device lock
 thread_local bool guard_new_blocks = true;
 
 size_t page_bytes() {

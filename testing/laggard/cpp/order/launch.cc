@@ -10,7 +10,7 @@ namespace {
 VectorClock stream_clocks[kStreams];    // guarded by: device lock
 VectorClock host_clock;                 // guarded by: device lock
 RaceMode race_mode = RaceMode::RECORD;  // guarded by: device lock
-std::vector<Race> races;                // guarded by: device lock
+auto& races = *new std::vector<Race>;   // guarded by: device lock
 
 AccessLog* log_of(const Region& region) {
   if (auto* log = device_log_of(region.begin)) return log;

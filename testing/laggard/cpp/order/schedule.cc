@@ -14,9 +14,9 @@ std::atomic<uint64_t> delay_seed{1};
 std::atomic<bool> lazy{false}, stopped{false}, threads_started{false};
 
 std::mutex error_mutex;
-std::string error;  // guarded by: error_mutex
+auto& error = *new std::string;  // guarded by: error_mutex
 std::mutex finished_mutex;
-std::vector<c10::Storage> finished;  // guarded by: finished_mutex
+auto& finished = *new std::vector<c10::Storage>;  // guarded by: finished_mutex
 
 void keep_error(const std::string& what) {
   std::lock_guard lock(error_mutex);

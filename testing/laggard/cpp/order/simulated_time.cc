@@ -15,12 +15,12 @@ std::atomic<bool> simulated{false};
 std::atomic<uint64_t> epoch{0};
 TimeModel model;  // changed only while no task runs
 std::mutex timeline_mutex;
-std::vector<Span> timeline;  // guarded by: timeline_mutex
+auto& timeline = *new std::vector<Span>;  // guarded by: timeline_mutex
 constexpr size_t kMost = 1000000;
 
 struct ThreadClock;
 std::mutex threads_mutex;
-std::map<uint64_t, ThreadClock*> threads;  // guarded by: threads_mutex
+auto& threads = *new std::map<uint64_t, ThreadClock*>;  // guarded by: threads_mutex
 
 struct ThreadClock {
   uint64_t epoch = 0;

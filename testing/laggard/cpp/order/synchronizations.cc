@@ -8,8 +8,8 @@ namespace laggard {
 namespace {
 
 std::mutex mutex;
-std::vector<Synchronization> synchronizations;  // guarded by: mutex
-constexpr size_t kMost = 10000;                 // a process that never asks must not fill its memory
+auto& synchronizations = *new std::vector<Synchronization>;  // guarded by: mutex
+constexpr size_t kMost = 10000;                              // a process that never asks must not fill its memory
 thread_local bool counted = true;
 
 }  // namespace
