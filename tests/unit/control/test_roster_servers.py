@@ -59,6 +59,15 @@ def test_both_copies_lost_end_the_job_and_name_the_partition():
     assert "server 1 (h:1002) lost: killed by signal 9" in end.why
 
 
+@pytest.mark.parametrize("remain", [0, 1])
+def test_tables_are_missed_only_while_a_worker_remains(remain):
+    story = Story(2, 1, replicas=1)
+    for rank in (0, 1)[remain:]:
+        story(story.roster.left(rank, story.now_s, is_finished=True))
+    story.lose(2)
+    assert len(story.of(Over)) == remain
+
+
 def test_a_filling_copy_does_not_count_as_a_copy():
     story = Story(1, 2, replicas=2)
     story.lose(1)
