@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.on_device import use_the_same_attention
+
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "not_on_device.txt"
 
@@ -25,6 +27,7 @@ def reasons() -> dict[str, str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not os.environ.get("TEST_ON_DEVICE"):
         return
+    use_the_same_attention()
     known = reasons()
     for item in items:
         if item.path.parent == HERE:

@@ -77,9 +77,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "rmsprop": ("RMSprop", {"lr": 1e-3, "momentum": 0.5, "centered": True}),
     "adadelta": ("Adadelta", {"lr": 0.5}),
     "adamax": ("Adamax", {"lr": 1e-3}),
-    "nadam": ("NAdam", {"lr": 1e-3}),
-    "radam": ("RAdam", {"lr": 1e-3}),
-    "asgd": ("ASGD", {"lr": 1e-3}),
+    # On a device torch would choose foreach, which rounds these differently than servers do.
+    "nadam": ("NAdam", {"lr": 1e-3, "foreach": False}),
+    "radam": ("RAdam", {"lr": 1e-3, "foreach": False}),
+    "asgd": ("ASGD", {"lr": 1e-3, "foreach": False}),
     "rprop": ("Rprop", {"lr": 1e-3}),
     "adafactor": ("Adafactor", {"lr": 1e-2}),
     "fused sgd": ("SGD", {"lr": 0.05, "momentum": 0.9, "fused": True}),

@@ -131,7 +131,7 @@ def test_the_whole_batch_in_one_process_differs_by_rounding_only() -> None:
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
+                    torch.testing.assert_close(found[name].cpu(), value, rtol=1e-9, atol=1e-11)
 
     run_ranks(2, body, servers=2, hosts=[0, 1, 0, 1])
 

@@ -27,6 +27,7 @@ def adapted(body: Callable[..., Any], schedule: str) -> Callable[..., Any]:
     from laggard.pytest_plugin import schedule_named
 
     def on_device(*arguments: Any) -> Any:
+        use_the_same_attention()
         _move_what_is_distributed()
         with schedule_named(schedule):
             value = _to_cpu(body(*arguments))
@@ -35,6 +36,12 @@ def adapted(body: Callable[..., Any], schedule: str) -> Callable[..., Any]:
         return value
 
     return on_device
+
+
+def use_the_same_attention() -> None:
+    """Compute attention on the CPU from separate operations, as the device does: the CPU's fused
+    kernel rounds differently."""
+    torch.backends.cuda.enable_flash_sdp(False)
 
 
 def on_host(exchange: Any) -> Any:
@@ -78,9 +85,10 @@ def _move_what_is_distributed() -> None:
         swap(True)  # the optimizer has the parameters already
         model.to(device)
         swap(False)
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
         for state in optimizer.state.values():
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():
+                if isinstance(value, torch.Tensor) and (value.dim() or is_fused):
                     state[name] = value.to(device)
 
         def inputs(module: nn.Module, given: Any, named: Any) -> Any:

@@ -230,7 +230,10 @@ class Training:
         the outer model; with elastic averaging the center variable. After the block each worker
         continues with its own values.
         """
-        return nullcontext() if self._method_step is None else self._method_step.agreed()
+        if self._method_step is not None:
+            return self._method_step.agreed()
+        self.settle()
+        return nullcontext()
 
     def settle(self) -> None:
         """Wait for parameters that have not arrived yet from the servers."""

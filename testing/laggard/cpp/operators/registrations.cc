@@ -72,6 +72,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // These would be taken apart before they reach the fallback.
   m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
   m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
   // Views touch no memory.
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", static_cast<at::Tensor (*)(const at::Tensor&, at::IntArrayRef)>(at::native::view));

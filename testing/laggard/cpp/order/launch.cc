@@ -1,11 +1,27 @@
 #include "order/launch.h"
 
+#include <Python.h>
+
 #include "memory/device_memory.h"
 #include "memory/pinned_memory.h"
 #include "order/synchronizations.h"
 
 namespace laggard {
 namespace {
+
+// torch waits with the GIL in some calls (`storage.cpu()`), and a stream may wait for a collective, which Python runs.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 VectorClock stream_clocks[kStreams];    // guarded by: device lock
 VectorClock host_clock;                 // guarded by: device lock
@@ -118,7 +134,10 @@ void wait(int stream, const CompletionPtr& completion) {
 void host_wait(const CompletionPtr& completion) {
   const HostSection section;
   demand(completion);
-  completion->wait();
+  {
+    const WithoutGil released;
+    completion->wait();
+  }
   host_sees(completion->clock);
 }
 
