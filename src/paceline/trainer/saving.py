@@ -151,6 +151,11 @@ class CheckpointSaver:
         self._save(self._checkpoint)
         return self._has_begun(self._checkpoint)
 
+    def wait(self) -> None:
+        """Wait until the last save is on the disk; raise its error if it failed."""
+        if self._checkpoint is not None:
+            self._checkpoint.wait()
+
     def _save(self, checkpoint: Checkpoint) -> None:
         training = self._switcher.training
         self._is_owed = training.is_busy  # the same on all workers: saved in one of the next steps

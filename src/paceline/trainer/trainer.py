@@ -159,7 +159,8 @@ class Trainer:
         `loader` is that of a single process, or the result of `pl.shard`. With `val_loader` each
         epoch is evaluated. Another fit() trains for so many further epochs, and their numbers
         continue. With a checkpoint, a restarted run resumes in the fit, the epoch and the batch in
-        which it was saved.
+        which it was saved; what is being saved when the last epoch ends is on the disk when this
+        returns.
         """
         count = checks.whole_number("fit: epochs", epochs, least=0)
         self._fits += 1
@@ -183,6 +184,7 @@ class Trainer:
         except (Exception, KeyboardInterrupt) as error:
             self._callbacks.call("on_exception", self, error)
             raise
+        self._saver.wait()
         rows = [row for row in progress.history if row["epoch"] >= progress.first_epoch]
         return FitResult(rows, self.step, progress.stopped_fit == self._fits)
 

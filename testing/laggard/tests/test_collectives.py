@@ -139,9 +139,10 @@ def check_shutdown(device: str, rank: int, store: str) -> None:
 
 
 def check_failure(device: str) -> None:
-    dist.all_reduce(torch.ones(4, dtype=torch.int16, device=device))  # gloo has no sum for it
-    torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match="an earlier collective failed"):
+        # gloo has no sum for it; this call raises if that is known before it returns
+        dist.all_reduce(torch.ones(4, dtype=torch.int16, device=device))
+        torch.accelerator.synchronize()
         dist.all_reduce(torch.ones(4, device=device))
 
 
