@@ -49,3 +49,19 @@ def test_a_check_is_not_looked_at_before_it_was_copied(schedule):
         assert check.look() and check.found == (3, ["weight"])
 
     run_alone_on_device(body, schedule=schedule)
+
+
+def test_an_exchange_is_done_when_the_device_has_done_it():
+    def body() -> None:
+        from paceline.comm.device_group import StreamResult
+
+        here = torch.device("laggard:0")
+        values, event = torch.ones(300, device=here), torch.Event(here)
+        values.add_(1)
+        event.record()
+        result = StreamResult(event)
+        assert not result.done()  # nothing has demanded it, and this schedule runs nothing before
+        torch.accelerator.synchronize()
+        assert result.done()
+
+    run_alone_on_device(body, schedule="lazy")
