@@ -159,7 +159,7 @@ def reason_to_end(policy: Policy, state: RosterState, after: NextMembership | No
         return ""  # no loss, or the scripts have failed: the launcher ends the job
     alive = len(set(membership.workers) - {loss.rank for loss in vacant})
     if state.is_finishing and not alive:
-        return ""  # nobody needs the servers' tables any more
+        return ""  # no worker needs the servers' tables any more
     gone = "; ".join(_reasons(losses))
     unheld = _layout(membership).lost
     if unheld:

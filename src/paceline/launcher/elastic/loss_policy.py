@@ -129,7 +129,7 @@ class LossPolicy:
             await asyncio.sleep(0.005)
 
     def _may_have_failed(self, slot: Slot) -> bool:
-        """Return whether a process in a slot has ended, or is about to, and nobody knows why."""
+        """Return whether a process in a slot has ended, or is about to, and why is not known."""
         return any(
             one.is_exiting or not self._is_known_to_leave(one)
             if one.status is None
