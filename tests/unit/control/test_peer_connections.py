@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import threading
 
 import pytest
@@ -159,7 +160,10 @@ def test_a_process_of_another_user_is_not_even_heard(pair, caplog):
         [sys.executable, "-c", AS_NOBODY, pair[1].unix_name], capture_output=True, text=True
     )
     assert run.stdout.strip() in ("b''", "")  # hung up on before or after it had spoken
-    assert "uid 65534 connected, expected uid 0" in caplog.text
+    deadline_s = time.monotonic() + 10  # the listener's thread writes it, perhaps after that
+    while "uid 65534 connected, expected uid 0" not in caplog.text:
+        assert time.monotonic() < deadline_s, caplog.text
+        time.sleep(0.01)
 
 
 def test_a_reset_peer_leaves_the_listener_alive(pair):
