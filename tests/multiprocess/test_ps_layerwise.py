@@ -1,5 +1,7 @@
 """ps[wait=layer]: a step returns at once, and every layer waits for its own parameters."""
 
+import time
+
 import pytest
 import torch
 
@@ -69,6 +71,28 @@ def test_a_step_returns_before_the_others_have_ended_theirs():
 
     one, other = run_ranks(2, body, servers=1)
     assert all(map(torch.equal, one, other))
+
+
+def test_agreed_values_have_arrived():
+    def body(group):
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        pl.distribute(model, optimizer, pace="ps[wait=layer]", bucket_mb=0.01)
+        model(torch.ones(4, 20)).sum().backward()
+        note = torch.zeros(1)
+        if pl.rank() == 0:
+            optimizer.step()
+            group.send(note, 1)
+        else:
+            group.recv(note, 0)
+            time.sleep(0.2)  # rank 0 has asked by now, and its values have not arrived
+            optimizer.step()
+        with model.agreed():
+            values = [param.detach().clone() for param in model.parameters()]
+        model(torch.ones(4, 20))  # waits, layer by layer
+        return all(map(torch.equal, values, model.parameters()))
+
+    assert run_ranks(2, body, servers=1) == [True, True]
 
 
 def test_a_copy_of_the_model_waits_for_nobody():

@@ -34,8 +34,8 @@ class EngineCalls:
             self._queue.wait_until_started()
         return self._core
 
-    def meet(self) -> None:
-        """Wait until every rank has called this, or `barrier`."""
+    def blocking_barrier(self) -> None:
+        """Wait until every rank has called this: `barrier`, without its choice."""
         self.engine_group().run(_BARRIER, 0, 0, 0, [], [], ())
 
     def keep_alive(self, handle: Handle, memory: object) -> None:

@@ -247,7 +247,7 @@ class Group(EngineCalls):
         """Wait until every rank has called this."""
         if async_op:
             return self._call("barrier", [], [], None, async_op)
-        self.meet()
+        self.blocking_barrier()
         return None
 
     # -- point to point -----------------------------------------------------------------------

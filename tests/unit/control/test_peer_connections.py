@@ -153,8 +153,6 @@ with socket.socket(socket.AF_UNIX) as sock:
 """
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def wait_until(is_true):
     """Wait for what the listener's thread does a moment after the caller has gone on."""
     deadline_s = time.monotonic() + 10
@@ -163,6 +161,8 @@ def wait_until(is_true):
         time.sleep(0.01)
 
 
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_process_of_another_user_is_not_even_heard(pair, caplog):
     run = subprocess.run(
         [sys.executable, "-c", AS_NOBODY, pair[1].unix_name], capture_output=True, text=True

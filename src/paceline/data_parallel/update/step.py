@@ -187,7 +187,9 @@ class ShardedUpdate(Update):
         optimizer = self._optimizer()
         assert optimizer is not None
         self._follow_parameters(optimizer)
-        self._wait(self._host.meet)  # other workers may still compute with the old values
+        self._wait(
+            self._host.blocking_barrier
+        )  # other workers may still compute with the old values
         self._apply_edits()
         self._set_gradients()
         with stepping_on(optimizer, self._stepped):
